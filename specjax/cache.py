@@ -1,0 +1,60 @@
+"""The KV cache: a tuple of `(keys, values)` per layer and, outside of it, one length a row.
+
+    slot     0   1   2   3   4   5   6   7   8 ...
+             a   b   c   d   e   .   .   .   .        length 5: a..e are committed, e is pending
+             |--- real --|   |------ scratch -----
+    round    a   b   c   d   e  x1  x2  x3            the window [e, x1, x2, x3] is written at slot 4
+    accept   a   b   c   d   e  x1   y   .            x1 kept, y drawn: length 7, y is pending
+
+Slots at and beyond `length - 1` are scratch. A rollback is keeping the length: nothing is copied,
+cropped or zeroed, and attention masks what is stale. Heads stand before slots and layers are separate
+arrays, so that the compiled loop updates each in place (tests/test_compiled.py asks the compiler).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from specjax.types import Cache
+
+
+def init_cache(layers: int, batch: int, heads: int, slots: int, width: int, dtype: Any) -> Cache:
+    """Zeros: an uninitialised NaN would leak through a masked product."""
+    return tuple(
+        (jnp.zeros((batch, heads, slots, width), dtype), jnp.zeros((batch, heads, slots, width), dtype))
+        for _ in range(layers)
+    )
+
+
+def write(
+    slots: Float[Array, "B G T D"], rows: Float[Array, "B G S D"], start: Int[Array, "B"]
+) -> Float[Array, "B G T D"]:
+    """Write `rows` at slots `start .. start + S - 1` of each row; what lies outside of the cache is dropped.
+
+    `dynamic_update_slice` would clamp instead, and overwrite committed slots at the end of the cache.
+    """
+    batch, _, capacity, _ = slots.shape
+    index = start[:, None] + jnp.arange(rows.shape[2], dtype=start.dtype)[None]
+    index = jnp.where(index < 0, capacity, index)  # a negative index would wrap
+    row = jnp.arange(batch, dtype=start.dtype)[:, None]
+    values = jnp.swapaxes(rows, 1, 2).astype(slots.dtype)
+    return slots.at[row, :, index].set(values, mode="drop", unique_indices=True)
+
+
+def commit_path(cache: Cache, start: Int[Array, "B"], path: Int[Array, "B K"]) -> Cache:
+    """Move the accepted nodes of a tree to the slots behind the pending token, inside the window only.
+
+    Node i of the draft stands at slot `start + 1 + i`, and belongs at `start + 1 + depth`. Slots of
+    `path` entries -1 receive scratch. A chain is in place already: don't call this for it.
+    """
+    source = start[:, None] + 1 + jnp.maximum(path, 0)
+
+    def move(slots: Float[Array, "B G T D"]) -> Float[Array, "B G T D"]:
+        index = jnp.minimum(source, slots.shape[2] - 1)[:, None, :, None]
+        return write(slots, jnp.take_along_axis(slots, index, axis=2), start + 1)
+
+    return jax.tree.map(move, cache)

@@ -1,0 +1,182 @@
+"""What distinguishes one decoder of the Llama family from another, and where such a description comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Stretching of the rotary frequencies: `linear` (position interpolation) or `llama3`."""
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context_length: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "llama3"):
+            raise ValueError(f"rope scaling {self.kind!r} is not supported: specjax knows linear and llama3")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder of the Llama family: Llama 2/3, SmolLM2, Mistral, Qwen2/2.5, Qwen3.
+
+    Sizes are in elements, lengths in tokens. `vocab_size` counts real ids; `padded_vocab_size` counts
+    rows of the embedding, which some checkpoints pad.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int
+    padded_vocab_size: int = 0  # 0: as vocab_size
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    attention_bias: bool = False  # on q, k and v: Qwen2
+    qk_norm: bool = False  # RMSNorm over each head of q and k: Qwen3
+    tied_embeddings: bool = False
+    sliding_window: int | None = None  # tokens a query sees, itself included: Mistral 7B v0.1
+    quantized: bool = False  # e4m3 weights of the linear layers, one scale an output channel
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} key/value heads")
+        if self.padded_vocab_size == 0:
+            object.__setattr__(self, "padded_vocab_size", self.vocab_size)
+        if self.padded_vocab_size < self.vocab_size:
+            raise ValueError(f"embedding of {self.padded_vocab_size} rows is smaller than the vocabulary {self.vocab_size}")
+
+
+FAMILIES = {"llama": {}, "mistral": {}, "qwen2": {"attention_bias": True}, "qwen3": {"qk_norm": True}}
+"""`model_type` of a Hugging Face config (and `general.architecture` of a GGUF) with what it implies."""
+
+
+def _family(name: str) -> dict[str, Any]:
+    if name not in FAMILIES:
+        raise ValueError(f"architecture {name!r} is not supported: specjax reads {', '.join(FAMILIES)}")
+    return dict(FAMILIES[name])
+
+
+def from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
+    """Read the contents of a Hugging Face `config.json` (either spelling of the rotary settings).
+
+    Raises:
+      ValueError: an architecture, activation or rotary scaling that the decoder does not have.
+      KeyError: a size that is missing.
+    """
+    family = _family(config["model_type"])
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"activation {config['hidden_act']!r} is not supported: the decoder is SwiGLU (silu)")
+    for name in ("mlp_bias",):
+        if config.get(name):
+            raise ValueError(f"{name}=true is not supported")
+    if config.get("attention_bias") and not family.get("attention_bias"):
+        raise ValueError("attention_bias=true with a biased output projection is not supported")
+    rope = config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or rope
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    heads = config["num_attention_heads"]
+    return ModelConfig(
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        context_length=config["max_position_embeddings"],
+        rope_theta=float(config.get("rope_theta") or rope.get("rope_theta", 10_000.0)),
+        rope_scaling=None
+        if kind == "default"
+        else RopeScaling(
+            kind,
+            scaling["factor"],
+            scaling.get("low_freq_factor", 1.0),
+            scaling.get("high_freq_factor", 4.0),
+            scaling.get("original_max_position_embeddings", config["max_position_embeddings"]),
+        ),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        tied_embeddings=config.get("tie_word_embeddings", False),
+        sliding_window=window,
+        **family,
+    )
+
+
+def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+    """Read GGUF metadata; `tensors` maps each tensor's name to its shape (rows first)."""
+    architecture = metadata["general.architecture"]
+    family = _family(architecture)
+
+    def get(key: str, default: Any = None) -> Any:
+        value = metadata.get(f"{architecture}.{key}", default)
+        if value is None:
+            raise KeyError(f"GGUF metadata lacks {architecture}.{key}")
+        return value
+
+    heads, hidden, context = get("attention.head_count"), get("embedding_length"), get("context_length")
+    scaling = None
+    if metadata.get(f"{architecture}.rope.scaling.type", "none") != "none":
+        scaling = RopeScaling(
+            get("rope.scaling.type"),
+            get("rope.scaling.factor"),
+            original_context_length=get("rope.scaling.original_context_length", context),
+        )
+    if "rope_freqs.weight" in tensors:  # Llama 3.1 and later: the stretched frequencies are stored, not named
+        scaling = RopeScaling("llama3", metadata.get(f"{architecture}.rope.scaling.factor", 8.0))
+    rows = tensors["token_embd.weight"][0]
+    return ModelConfig(
+        vocab_size=len(metadata["tokenizer.ggml.tokens"]) if "tokenizer.ggml.tokens" in metadata else rows,
+        padded_vocab_size=rows,
+        hidden_size=hidden,
+        intermediate_size=get("feed_forward_length"),
+        num_layers=get("block_count"),
+        num_heads=heads,
+        num_kv_heads=get("attention.head_count_kv", heads),
+        head_dim=get("attention.key_length", hidden // heads),
+        context_length=context,
+        rope_theta=float(get("rope.freq_base", 10_000.0)),
+        rope_scaling=scaling,
+        norm_eps=float(get("attention.layer_norm_rms_epsilon")),
+        tied_embeddings="output.weight" not in tensors,
+        **family,
+    )
+
+
+_LLAMA3 = RopeScaling("llama3", 8.0)
+_LLAMA3_SIZES = {
+    "vocab_size": 128_256, "num_kv_heads": 8, "head_dim": 128, "context_length": 131_072, "rope_theta": 500_000.0,
+    "rope_scaling": _LLAMA3,
+}  # fmt: skip
+_QWEN3_SIZES = {
+    "vocab_size": 151_936, "num_kv_heads": 8, "head_dim": 128, "context_length": 40_960, "rope_theta": 1_000_000.0,
+    "norm_eps": 1e-6, "qk_norm": True,
+}  # fmt: skip
+_SMOLLM2_SIZES = {
+    "vocab_size": 49_152, "head_dim": 64, "context_length": 8192, "rope_theta": 100_000.0, "tied_embeddings": True,
+}  # fmt: skip
+
+PRESETS: dict[str, ModelConfig] = {
+    name: ModelConfig(hidden_size=width, intermediate_size=inner, num_layers=layers, num_heads=heads, **sizes)
+    for name, width, inner, layers, heads, sizes in (
+        ("llama-3.1-8b", 4096, 14_336, 32, 32, _LLAMA3_SIZES),
+        ("llama-3.1-70b", 8192, 28_672, 80, 64, _LLAMA3_SIZES),
+        ("qwen3-0.6b", 1024, 3072, 28, 16, _QWEN3_SIZES | {"tied_embeddings": True}),
+        ("qwen3-8b", 4096, 12_288, 36, 32, _QWEN3_SIZES),
+        ("qwen3-32b", 5120, 25_600, 64, 64, _QWEN3_SIZES),
+        ("smollm2-135m", 576, 1536, 30, 9, _SMOLLM2_SIZES | {"num_kv_heads": 3}),
+        ("smollm2-360m", 960, 2560, 32, 15, _SMOLLM2_SIZES | {"num_kv_heads": 5}),
+        ("smollm2-1.7b", 2048, 8192, 24, 32, _SMOLLM2_SIZES | {"num_kv_heads": 32, "rope_theta": 130_000.0}),
+    )
+}
+"""Sizes of published models, for accounting without their weights. Source: each one's `config.json`."""

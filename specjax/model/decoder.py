@@ -1,0 +1,285 @@
+"""The decoder of the Llama family, defined with flax.nnx and applied as a pure function.
+
+nnx only describes the modules: `Llama` splits them once into a graph and a plain dict of weights, whose
+paths are the tensor names of a Hugging Face checkpoint, and merges them inside `jit`.
+
+Weights of linear layers are `[out, in]` and stand on the left of the product. On CPU, XLA's product of a
+few rows with a weight of `[in, out]` packs the whole weight first: 4 to 8 rows then cost twice as much.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax import cache as kv
+from specjax.model.config import ModelConfig, RopeScaling
+from specjax.types import Cache, Forward, Params
+
+FP8 = jnp.float8_e4m3fn
+
+
+class Linear(nnx.Module):
+    """`x @ weight.T`, with a scale an output channel where the weight is quantised."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, quantized: bool, rngs: nnx.Rngs):
+        weight = jax.random.normal(rngs.params(), (outputs, inputs)) / math.sqrt(inputs)
+        self.weight = nnx.Param(weight.astype(FP8) if quantized else weight)
+        self.scale = nnx.Param(jnp.ones((outputs,))) if quantized else None
+        self.bias = nnx.Param(jnp.zeros((outputs,))) if bias else None
+
+    def __call__(self, x: Float[Array, "B S I"]) -> Float[Array, "B S O"]:
+        y = project(x, self.weight[...])
+        if self.scale is not None:
+            y = y * self.scale[...].astype(y.dtype)[None, None]
+        if self.bias is not None:
+            y = y + self.bias[...].astype(y.dtype)[None, None]
+        return y
+
+
+def project(x: Float[Array, "B S I"], weight: Float[Array, "O I"]) -> Float[Array, "B S O"]:
+    """`x @ weight.T` in the dtype of `x`, weight first (see the head of this file)."""
+    return jnp.transpose(jnp.einsum("oi,bsi->obs", weight.astype(x.dtype), x), (1, 2, 0))
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, width: int, eps: float):
+        self.weight = nnx.Param(jnp.ones((width,)))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
+        weight = self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        return wide.astype(x.dtype) * weight.astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        linear = functools.partial(Linear, quantized=config.quantized, rngs=rngs)
+        inner, inner_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = linear(config.hidden_size, inner, bias=config.attention_bias)
+        self.k_proj = linear(config.hidden_size, inner_kv, bias=config.attention_bias)
+        self.v_proj = linear(config.hidden_size, inner_kv, bias=config.attention_bias)
+        self.o_proj = linear(inner, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.config = config
+
+    def __call__(
+        self,
+        x: Float[Array, "B S D"],
+        layer: tuple[Float[Array, "B G T D"], Float[Array, "B G T D"]],
+        start: Int[Array, "B"],
+        rotary: tuple[Float[Array, "B S 1 D"], Float[Array, "B S 1 D"]],
+        visible: Bool[Array, "B S T"],
+    ) -> tuple[Float[Array, "B S D"], tuple[Float[Array, "B G T D"], Float[Array, "B G T D"]]]:
+        c = self.config
+        batch, queries, _ = x.shape
+        q = self.q_proj(x).reshape(batch, queries, c.num_heads, c.head_dim)
+        k = self.k_proj(x).reshape(batch, queries, c.num_kv_heads, c.head_dim)
+        v = self.v_proj(x).reshape(batch, queries, c.num_kv_heads, c.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = _rotate(q, rotary), _rotate(k, rotary)
+        keys = kv.write(layer[0], jnp.swapaxes(k, 1, 2), start)
+        values = kv.write(layer[1], jnp.swapaxes(v, 1, 2), start)
+
+        q = q.reshape(batch, queries, c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim)
+        scores = jnp.einsum("bsgrd,bgtd->bgrst", q, keys.astype(q.dtype), preferred_element_type=jnp.float32)
+        scores = jnp.where(visible[:, None, None], scores * (1 / math.sqrt(c.head_dim)), -jnp.inf)
+        weights = jax.nn.softmax(scores, -1).astype(q.dtype)
+        mixed = jnp.einsum("bgrst,bgtd->bsgrd", weights, values.astype(q.dtype))
+        return self.o_proj(mixed.reshape(batch, queries, c.num_heads * c.head_dim)), (keys, values)
+
+
+class MLP(nnx.Module):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        linear = functools.partial(Linear, bias=False, quantized=config.quantized, rngs=rngs)
+        self.gate_proj = linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = linear(config.intermediate_size, config.hidden_size)
+
+    def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nnx.Module):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config, rngs)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config, rngs)
+
+
+class Embedding(nnx.Module):
+    def __init__(self, rows: int, width: int, rngs: nnx.Rngs):
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), (rows, width)) / math.sqrt(width))
+
+
+class Decoder(nnx.Module):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.embed_tokens = Embedding(config.padded_vocab_size, config.hidden_size, rngs)
+        self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = None if config.tied_embeddings else Embedding(config.padded_vocab_size, config.hidden_size, rngs)
+
+
+@functools.cache
+def _split(config: ModelConfig) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
+
+
+@dataclass(frozen=True)
+class Llama:
+    """A decoder as a value: its configuration. Weights are an argument of every method.
+
+    A tree of drafts runs in one pass: `depth` gives each query's distance from `start` (its position),
+    `mask[..., i, j]` says whether query i sees query j; slots below `start` are seen by all. The default
+    is a chain.
+    """
+
+    config: ModelConfig
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        return self.config.context_length
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_layers
+
+    def shapes(self) -> Params:
+        """The weights as `jax.ShapeDtypeStruct`s, under the names of a Hugging Face checkpoint."""
+        return nnx.to_pure_dict(_split(self.config)[1])
+
+    def init(self, key: Array, dtype: Any = jnp.float32) -> Params:
+        """Random weights (quantised ones stay e4m3)."""
+        params = nnx.to_pure_dict(nnx.split(Decoder(self.config, nnx.Rngs(params=key)))[1])
+        return jax.tree.map(lambda leaf: leaf if leaf.dtype == FP8 else leaf.astype(dtype), params)
+
+    def init_cache(self, batch: int, slots: int, dtype: Any) -> Cache:
+        c = self.config
+        return kv.init_cache(c.num_layers, batch, c.num_kv_heads, slots, c.head_dim, dtype)
+
+    def forward(
+        self,
+        params: Params,
+        tokens: Int[Array, "B S"],
+        cache: Cache,
+        start: Int[Array, "B"],
+        *,
+        depth: Int[Array, "S"] | Int[Array, "B S"] | None = None,
+        mask: Bool[Array, "S S"] | Bool[Array, "B S S"] | None = None,
+        num_layers: int | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> Forward:
+        """Run layers `0 .. num_layers - 1` over a window of tokens and write their keys and values.
+
+        Args:
+          tokens: ids of the window; each row's first one stands at slot and position `start`.
+          cache: read below `start`, written at `start .. start + S - 1`; later layers' parts pass through.
+          num_layers: how many layers run (all by default); static.
+          taps: layers whose output is returned too, counted from 1; static.
+        """
+        decoder = self._merge(params)
+        weight = decoder.embed_tokens.weight[...]
+        x = weight.at[jnp.clip(tokens, 0, weight.shape[0] - 1)].get(mode="clip")
+        steps = jnp.arange(tokens.shape[1], dtype=start.dtype)
+        depth = jnp.broadcast_to(steps if depth is None else depth, tokens.shape)
+        positions = start[:, None] + depth
+        rotary = _rotary(positions, self.config, x.dtype)
+        slots = cache[0][0].shape[2] if cache else 0
+        visible = _visible(slots, start, positions, mask, self.config.sliding_window)
+
+        new, kept = list(cache), []
+        for index, layer in enumerate(decoder.layers[:num_layers]):
+            mixed, new[index] = layer.self_attn(layer.input_layernorm(x), cache[index], start, rotary, visible)
+            x = x + mixed
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            if index + 1 in taps:
+                kept.append(x)
+        return Forward(x, tuple(kept), tuple(new))
+
+    def logits(self, params: Params, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
+        """Final norm and head, in float32; only real ids have columns."""
+        decoder = self._merge(params)
+        head = decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head
+        return project(decoder.norm(hidden), head.weight[...])[..., : self.vocab_size].astype(jnp.float32)
+
+    def _merge(self, params: Params) -> Decoder:
+        graph, state = _split(self.config)
+        state = jax.tree.map(lambda leaf: leaf, state)
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(graph, state)
+
+
+def _visible(
+    slots: int,
+    start: Int[Array, "B"],
+    positions: Int[Array, "B S"],
+    mask: Bool[Array, "S S"] | Bool[Array, "B S S"] | None,
+    window: int | None,
+) -> Bool[Array, "B S T"]:
+    """Which slots each query sees: all below `start`, and of the window what `mask` allows (a chain: itself and before).
+
+    A sliding window counts positions; below `start`, a slot's number is its position.
+    """
+    slot = jnp.arange(slots, dtype=start.dtype)[None, None]
+    offset = slot - start[:, None, None]
+    if mask is None:
+        visible = slot <= positions[:, :, None]
+    else:
+        queries = positions.shape[1]
+        mask = jnp.broadcast_to(mask, (start.shape[0], queries, queries))
+        index = jnp.broadcast_to(jnp.clip(offset, 0, queries - 1), (start.shape[0], queries, slots))
+        inside = (offset >= 0) & (offset < queries)
+        visible = (offset < 0) | (inside & jnp.take_along_axis(mask, index, 2))
+    if window is not None:
+        at = slot
+        if mask is not None:  # a node's position is its depth, not its slot
+            index = jnp.clip(offset[:, 0], 0, positions.shape[1] - 1)
+            at = jnp.where(offset < 0, slot, jnp.take_along_axis(positions, index, 1)[:, None])
+        visible &= at > positions[:, :, None] - window
+    return visible
+
+
+def _rotary(
+    positions: Int[Array, "B S"], config: ModelConfig, dtype: Any
+) -> tuple[Float[Array, "B S 1 D"], Float[Array, "B S 1 D"]]:
+    """Cosines and sines, half a head wide (RoFormer, arXiv 2104.09864, eq. 34, in the half-split layout)."""
+    exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+    frequencies = _stretch(1.0 / config.rope_theta**exponents, config.rope_scaling)
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None]
+    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+
+
+def _stretch(frequencies: Float[Array, "D"], scaling: RopeScaling | None) -> Float[Array, "D"]:
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    # Llama 3.1: long waves are stretched, short ones kept, and those between blended.
+    turns = scaling.original_context_length * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = jnp.clip((turns - low) / (high - low), 0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def _rotate(
+    x: Float[Array, "B S H D"], rotary: tuple[Float[Array, "B S 1 D"], Float[Array, "B S 1 D"]]
+) -> Float[Array, "B S H D"]:
+    cos, sin = rotary
+    first, second = jnp.split(x, 2, -1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)

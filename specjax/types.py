@@ -38,6 +38,7 @@ class Sampling:
     min_p: Float[Array, "B"]  # 0 keeps all
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Forward:
     """What one pass of a model returns."""
@@ -89,7 +90,7 @@ class Target:
     cache: Cache
     tokens: Int[Array, "B T"]  # committed tokens; anything may stand at and beyond `length`
     length: Int[Array, "B"]  # committed tokens a row; the last one is pending: not yet in the cache
-    hidden: tuple[Float[Array, "B T D"], ...]  # one a layer of `Drafter.hidden_layers`, real below length - 1
+    hidden: tuple[Float[Array, "B 1 T D"], ...]  # one a layer of `Drafter.hidden_layers`, real below length - 1
     sampling: Sampling
 
 

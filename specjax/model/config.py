@@ -77,15 +77,15 @@ def from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
     family = _family(config["model_type"])
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"activation {config['hidden_act']!r} is not supported: the decoder is SwiGLU (silu)")
-    for name in ("mlp_bias",):
-        if config.get(name):
-            raise ValueError(f"{name}=true is not supported")
+    if config.get("mlp_bias"):
+        raise ValueError("mlp_bias=true is not supported")
     if config.get("attention_bias") and not family.get("attention_bias"):
         raise ValueError("attention_bias=true with a biased output projection is not supported")
     rope = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or rope
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    if rope.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported: the decoder turns whole heads")
     heads = config["num_attention_heads"]
     return ModelConfig(
         vocab_size=config["vocab_size"],
@@ -108,35 +108,56 @@ def from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
         ),
         norm_eps=config.get("rms_norm_eps", 1e-6),
         tied_embeddings=config.get("tie_word_embeddings", False),
-        sliding_window=window,
+        sliding_window=_sliding_window(config),
         **family,
     )
 
 
-def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> ModelConfig:
-    """Read GGUF metadata; `tensors` maps each tensor's name to its shape (rows first)."""
+def _sliding_window(config: Mapping[str, Any]) -> int | None:
+    """Mistral has one unless it says null; Qwen only if it says so, and then it may differ between layers."""
+    if config["model_type"] == "mistral":
+        return config.get("sliding_window", 4096)
+    if config["model_type"] not in ("qwen2", "qwen3") or not config.get("use_sliding_window"):
+        return None
+    first = config.get("max_window_layers", 28)
+    if 0 < first < config["num_hidden_layers"]:
+        raise ValueError(f"max_window_layers {first} is not supported: all layers must share one sliding window")
+    return config.get("sliding_window") if first == 0 else None
+
+
+def from_gguf(
+    metadata: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]], llama3_factor: float | None = None
+) -> ModelConfig:
+    """Read GGUF metadata.
+
+    Args:
+      metadata: under llama.cpp's keys.
+      tensors: each tensor's name with its shape, rows first.
+      llama3_factor: the largest entry of `rope_freqs.weight`, where the file has that tensor. Llama 3.1 and
+        later are stored without a name for their rotary scaling: only with its divisors.
+
+    Raises:
+      ValueError: an architecture or rotary scaling that the decoder does not have.
+      KeyError: a setting that is missing.
+    """
     architecture = metadata["general.architecture"]
     family = _family(architecture)
 
     def get(key: str, default: Any = None) -> Any:
         value = metadata.get(f"{architecture}.{key}", default)
         if value is None:
-            raise KeyError(f"GGUF metadata lacks {architecture}.{key}")
+            raise KeyError(f"{architecture}.{key}")
         return value
 
     heads, hidden, context = get("attention.head_count"), get("embedding_length"), get("context_length")
     scaling = None
     if metadata.get(f"{architecture}.rope.scaling.type", "none") != "none":
-        scaling = RopeScaling(
-            get("rope.scaling.type"),
-            get("rope.scaling.factor"),
-            original_context_length=get("rope.scaling.original_context_length", context),
-        )
-    if "rope_freqs.weight" in tensors:  # Llama 3.1 and later: the stretched frequencies are stored, not named
-        scaling = RopeScaling("llama3", metadata.get(f"{architecture}.rope.scaling.factor", 8.0))
+        scaling = RopeScaling(get("rope.scaling.type"), get("rope.scaling.factor"))
+    if llama3_factor is not None:
+        scaling = RopeScaling("llama3", llama3_factor)
     rows = tensors["token_embd.weight"][0]
     return ModelConfig(
-        vocab_size=len(metadata["tokenizer.ggml.tokens"]) if "tokenizer.ggml.tokens" in metadata else rows,
+        vocab_size=gguf_vocab_size(metadata) or rows,
         padded_vocab_size=rows,
         hidden_size=hidden,
         intermediate_size=get("feed_forward_length"),
@@ -147,10 +168,20 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]
         context_length=context,
         rope_theta=float(get("rope.freq_base", 10_000.0)),
         rope_scaling=scaling,
-        norm_eps=float(get("attention.layer_norm_rms_epsilon")),
+        norm_eps=float(f"{get('attention.layer_norm_rms_epsilon'):.7g}"),  # stored in float32
         tied_embeddings="output.weight" not in tensors,
+        sliding_window=metadata.get(f"{architecture}.attention.sliding_window"),
         **family,
     )
+
+
+def gguf_vocab_size(metadata: Mapping[str, Any]) -> int:
+    """Ids that a token can have: llama.cpp pads the list of tokens to the rows of the embedding with type 5, unused."""
+    types = metadata.get("tokenizer.ggml.token_type", ())
+    size = len(metadata.get("tokenizer.ggml.tokens", ()))
+    while size and size <= len(types) and types[size - 1] == 5:
+        size -= 1
+    return size
 
 
 _LLAMA3 = RopeScaling("llama3", 8.0)

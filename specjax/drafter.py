@@ -1,0 +1,206 @@
+"""The contract of a drafter, the one that drafts nothing, and the helpers that most drafters are made of.
+
+A drafter is a frozen dataclass: its fields are its configuration, it is equal by value and hashable, so
+it is a static argument of `jit` and an equal one compiles nothing. It has three methods:
+
+    params(key, model, target_params)   once       its own weights; `()` if it has none
+    init(params, target)                a batch    its state, after the target's prefill
+    propose(keys, params, state, target) a round   a `Draft`
+
+Rules (tests/test_contract.py holds every drafter to them): the state keeps its tree, shapes and dtypes;
+only `tokens[:, :length]` and cache slots `< length - 1` are read, only slots `>= length - 1` written;
+there is no rollback: the length is the truth, and a drafter with a cache of its own feeds the last two
+committed tokens again, so that a full acceptance leaves no hole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key, PyTree
+
+from specjax import sampling
+from specjax.types import Cache, Draft, Keys, Model, Params, Target
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """Base of every drafter. Override `propose`, and `params` and `init` where there is something to hold."""
+
+    num_speculative_tokens: int = 4
+
+    min_speculative_tokens: ClassVar[int] = 1
+    label: ClassVar[str] = ""  # what a reader of a report must know, e.g. that weights are untrained
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens < self.min_speculative_tokens:
+            raise ValueError(
+                f"num_speculative_tokens={self.num_speculative_tokens}: must be at least "
+                f"{self.min_speculative_tokens}; use the drafter `none` to decode without speculation"
+            )
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose outputs `Target.hidden` holds, counted from 1."""
+        return ()
+
+    def check(self, model: Model) -> None:
+        """Refuse a target that this drafter can't serve, before anything is computed."""
+
+    def params(self, key: Key[Array, ""], model: Model, target_params: Params) -> Params:
+        """The drafter's own weights: never the target's arrays, which reach it through `Target`."""
+        return ()
+
+    def init(self, params: Params, target: Target) -> PyTree[Array]:
+        """The drafter's state for a batch whose prompts the target has read."""
+        return ()
+
+    def propose(self, keys: Keys, params: Params, state: PyTree[Array], target: Target) -> Draft:
+        """Draft `num_speculative_tokens` for each row. Traced; `keys` are this round's draft keys."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Nothing(Drafter):
+    """Drafts nothing: plain decoding through the same round, the baseline of every speedup."""
+
+    num_speculative_tokens: int = 0
+
+    min_speculative_tokens: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens != 0:
+            raise ValueError(f"num_speculative_tokens={self.num_speculative_tokens}: the drafter `none` drafts 0 tokens")
+
+    def propose(self, keys: Keys, params: Params, state: PyTree[Array], target: Target) -> Draft:
+        """An empty draft."""
+        rows = target.length.shape[0]
+        return Draft(jnp.zeros((rows, 0), jnp.int32), None, jnp.zeros((rows,), jnp.int32), target.cache, state)
+
+
+def draft_chain(
+    keys: Keys,
+    target: Target,
+    num_tokens: int,
+    model: Model,
+    params: Params,
+    cache: Cache,
+    *,
+    reread: int = 1,
+    num_layers: int | None = None,
+) -> tuple[Int[Array, "B K"], Float[Array, "B K V"], Cache]:
+    """Draft a chain autoregressively with `model` on `cache`, sampling as the target samples.
+
+    Args:
+      reread: committed tokens that are fed first: 1 on a cache that the target's verification fills
+        (its own), 2 on one that only drafts fill, where the last accepted draft was never fed.
+      num_layers: layers of `model` that run.
+
+    Returns:
+      tokens, the log-law that each was drawn from, and the cache with the drafts' keys and values.
+    """
+    batch = target.length.shape[0]
+    start = target.length - reread
+    recent = start[:, None] + jnp.arange(reread, dtype=jnp.int32)[None]
+    tokens = jnp.take_along_axis(target.tokens, recent, 1)
+
+    def step(
+        index: int | Int[Array, ""], tokens: Int[Array, "B S"], start: Int[Array, "B"], cache: Cache
+    ) -> tuple[Int[Array, "B"], Float[Array, "B V"], Cache]:
+        out = model.forward(params, tokens, cache, start, num_layers=num_layers)
+        logits = model.logits(params, out.hidden[:, -1:])[..., : target.model.vocab_size]
+        log_q = sampling.log_probs(logits, target.sampling)[:, 0]
+        return sampling.draw(sampling.fold(keys, index), log_q), log_q, out.cache
+
+    token, log_q, cache = step(0, tokens, start, cache)
+    drafted = jnp.zeros((batch, num_tokens), jnp.int32).at[:, 0].set(token)
+    laws = jnp.zeros((batch, num_tokens, log_q.shape[-1]), log_q.dtype).at[:, 0].set(log_q)
+
+    def body(index: Int[Array, ""], carry: Any) -> Any:
+        drafted, laws, cache = carry
+        last = jax.lax.dynamic_slice_in_dim(drafted, index - 1, 1, 1)
+        token, log_q, cache = step(index, last, target.length + index - 1, cache)
+        drafted = jax.lax.dynamic_update_slice_in_dim(drafted, token[:, None], index, 1)
+        laws = jax.lax.dynamic_update_slice_in_dim(laws, log_q[:, None], index, 1)
+        return drafted, laws, cache
+
+    return jax.lax.fori_loop(1, num_tokens, body, (drafted, laws, cache))
+
+
+def available() -> dict[str, str]:
+    """Names of the drafters that come with specjax, and the first line of what each says of itself."""
+    names = {"none": "plain decoding: drafts nothing"}
+    for module in pkgutil.iter_modules(importlib.import_module("specjax.drafters").__path__):
+        drafter = _only_drafter(importlib.import_module(f"specjax.drafters.{module.name}"), None)
+        names[module.name.replace("_", "-")] = (drafter.__doc__ or "").strip().partition("\n")[0]
+    return names
+
+
+def load(spec: str, settings: Mapping[str, str] | None = None) -> Drafter:
+    """Build a drafter from a name (`ngram`), a file (`./mine.py:Mine`) and fields as text (`{"exit_layer": "8"}`).
+
+    Raises:
+      ValueError: an unknown drafter, class or field, with the valid ones; a value of the wrong type.
+      RuntimeError: a drafter file that raises, with its error.
+    """
+    path, _, name = spec.partition(":")
+    if spec == "none":
+        kind: type[Drafter] = Nothing
+    elif path.endswith(".py"):
+        kind = _only_drafter(_import_file(Path(path)), name or None)
+    elif spec in available():
+        kind = _only_drafter(importlib.import_module(f"specjax.drafters.{spec.replace('-', '_')}"), None)
+    else:
+        raise ValueError(f"unknown drafter {spec!r}: choose from {', '.join(available())}, or name ./file.py:Class")
+    return kind(**_parse_fields(kind, spec, settings or {}))
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"no drafter file {path}: give the path of a Python file, as ./file.py:Class")
+    spec = importlib.util.spec_from_file_location(f"specjax_user_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise RuntimeError(f"drafter file {path} raised {type(error).__name__}: {error}") from error
+    return module
+
+
+def _only_drafter(module: Any, name: str | None) -> type[Drafter]:
+    kinds = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Drafter) and value.__module__ == module.__name__
+    }
+    if name is not None and name not in kinds:
+        raise ValueError(f"no drafter class {name!r} in {module.__file__}: it defines {', '.join(kinds) or 'none'}")
+    if name is None and len(kinds) != 1:
+        raise ValueError(f"{module.__file__} defines {len(kinds)} drafters ({', '.join(kinds)}): name one, as file.py:Class")
+    return kinds[name] if name is not None else next(iter(kinds.values()))
+
+
+def _parse_fields(kind: type[Drafter], spec: str, settings: Mapping[str, str]) -> dict[str, Any]:
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    values: dict[str, Any] = {}
+    for name, text in settings.items():
+        if name not in fields:
+            raise ValueError(f"drafter {spec!r} has no field {name!r}: its fields are {', '.join(fields)}")
+        default = fields[name].default
+        try:
+            values[name] = type(default)(text) if isinstance(default, (int, float)) else text
+        except ValueError as error:
+            raise ValueError(f"{name}={text!r}: expected {type(default).__name__}, as in {name}={default}") from error
+    return values

@@ -1,0 +1,149 @@
+"""Verification: which drafted tokens the target accepts, and the law of the one that follows.
+
+Arrays in, arrays out; this file knows no model. One walk serves chains and trees. At the current node,
+with remaining law r (at first p), its children are tried in order: child x, drawn from q, is accepted iff
+u q(x) < r(x); after a rejection r becomes the residual norm(max(r - q, 0)). The first accepted child
+becomes the current node; where none is, the further token is drawn from r. On a chain this is Leviathan
+et al. 2023 (arXiv 2211.17192, algorithm 1) and Chen et al. 2023 (arXiv 2302.01318, algorithm 2); with
+siblings it is recursive rejection sampling (Miao et al. 2023, arXiv 2305.09781, algorithm 2), exact as
+long as each `log_q` row is the law its node was really drawn from, given its elder siblings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax import sampling
+from specjax.types import Draft, Keys, Verdict
+
+
+class Rule(Protocol):
+    """An acceptance rule: a frozen dataclass, hashable, so that it is static under `jit`."""
+
+    def accepts(
+        self, u: Float[Array, "B"], p: Float[Array, "B"], q: Float[Array, "B"], law: Float[Array, "B V"]
+    ) -> Bool[Array, "B"]:
+        """Whether a drafted token with probabilities `p` (of `law`) and `q` is accepted, given a uniform."""
+
+    def residual(self, law: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        """Unnormalised law that remains at the node after the rejection."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """Exact token-level verification. Strict, no division, no epsilon: p(x) = 0 is never accepted."""
+
+    def accepts(
+        self, u: Float[Array, "B"], p: Float[Array, "B"], q: Float[Array, "B"], law: Float[Array, "B V"]
+    ) -> Bool[Array, "B"]:
+        return u * q < p
+
+    def residual(self, law: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        return jnp.maximum(law - q, 0)
+
+
+EXACT: frozenset[type] = frozenset({Token})
+"""The rules that are proven to keep the target's law. A rule can't declare itself exact."""
+
+
+def is_exact(rule: Rule) -> bool:
+    """Whether `rule` keeps the target's law for every drafter that reports the law it drew from."""
+    return type(rule) in EXACT
+
+
+def walk(
+    rule: Rule,
+    log_p: Float[Array, "B N+1 V"],
+    draft: Draft,
+    live: Bool[Array, "B N"],
+    u: Float[Array, "B N"],
+) -> Verdict:
+    """Walk from the pending token along accepted nodes, with the randomness given.
+
+    Args:
+      log_p: row 0 is the law after the pending token, row i + 1 the law after node i.
+      live: nodes that may be accepted; the rest are skipped as if never proposed.
+      u: one uniform in [0, 1) a node.
+    """
+    batch, nodes = draft.tokens.shape
+    parents = jnp.broadcast_to(parents_of(draft), (batch, nodes))
+    vocabulary = jnp.arange(log_p.shape[-1])[None]
+    law = jnp.exp(log_p[:, 0])
+    node = jnp.full((batch,), -1, jnp.int32)
+    accepted = tested = jnp.zeros((batch,), jnp.int32)
+    overlap = jnp.zeros((batch,), log_p.dtype)
+    path = jnp.full((batch, depth_of(draft)), -1, jnp.int32)
+
+    for i in range(nodes):
+        token = draft.tokens[:, i]
+        one_hot = vocabulary == token[:, None]
+        q = one_hot.astype(law.dtype) if draft.log_q is None else jnp.exp(draft.log_q[:, i])
+        p_token = jnp.sum(jnp.where(one_hot, law, 0), -1)
+        q_token = jnp.sum(jnp.where(one_hot, q, 0), -1)
+        test = live[:, i] & (parents[:, i] == node)
+        accept = test & rule.accepts(u[:, i], p_token, q_token, law)
+        reject = test & ~accept
+
+        tested += test.astype(jnp.int32)
+        overlap += jnp.where(test, jnp.sum(jnp.minimum(law, q), -1), 0)
+        node = jnp.where(accept, i, node)
+        path = path.at[jnp.arange(batch), jnp.where(accept, accepted, path.shape[1])].set(i, mode="drop")
+        accepted += accept.astype(jnp.int32)
+        rest = rule.residual(law, q)
+        mass = rest.sum(-1, keepdims=True)
+        rest = jnp.where(mass > 0, rest / jnp.where(mass > 0, mass, 1), law)  # p = q up to rounding
+        law = jnp.where(accept[:, None], jnp.exp(log_p[:, i + 1]), jnp.where(reject[:, None], rest, law))
+
+    return Verdict(path, accepted, law, tested, overlap)
+
+
+def verify(
+    rule: Rule, keys: Keys, log_p: Float[Array, "B N+1 V"], draft: Draft, live: Bool[Array, "B N"]
+) -> tuple[Verdict, Int[Array, "B"]]:
+    """The random part around `walk`: uniforms for the tests, and a draw of the further token."""
+    u = sampling.uniforms(sampling.fold(keys, sampling.ACCEPT), draft.tokens.shape[1])
+    verdict = walk(rule, log_p, draft, live, u)
+    return verdict, sampling.draw(sampling.fold(keys, sampling.EXTRA), jnp.log(verdict.law))
+
+
+def parents_of(draft: Draft) -> Int[Array, "B N"] | Int[Array, "1 N"]:
+    """Each node's parent; -1 is the pending token."""
+    if draft.parents is None:
+        return jnp.arange(-1, draft.tokens.shape[1] - 1, dtype=jnp.int32)[None]
+    parents = jnp.asarray(draft.parents, jnp.int32)
+    return parents if parents.ndim == 2 else parents[None]
+
+
+def depth_of(draft: Draft) -> int:
+    """Longest path that the draft allows, in tokens; static."""
+    if isinstance(draft.parents, tuple):
+        depth: list[int] = []
+        for parent in draft.parents:
+            depth.append(1 + (depth[parent] if parent >= 0 else 0))
+        return max(depth, default=0)
+    return draft.tokens.shape[1]
+
+
+def ancestors(draft: Draft) -> Bool[Array, "B N N"] | Bool[Array, "1 N N"]:
+    """`[..., i, j]`: node j is node i or above it. Rows sum to a node's depth."""
+    parents = parents_of(draft)
+    rows, nodes = parents.shape
+    above = jnp.zeros((rows, nodes, nodes), bool)
+    for i in range(nodes):
+        inherited = jnp.take_along_axis(above, jnp.maximum(parents[:, i], 0)[:, None, None], 1)[:, 0]
+        inherited = inherited & (parents[:, i] >= 0)[:, None]
+        above = above.at[:, i].set(inherited | (jnp.arange(nodes) == i)[None])
+    return above
+
+
+def check_parents(parents: tuple[int, ...]) -> None:
+    """Refuse a topology that is not in topological order."""
+    bad = [i for i, parent in enumerate(parents) if not -1 <= parent < i]
+    if bad:
+        raise ValueError(f"parents={parents}: node {bad[0]} stands before its parent; order nodes from the root")
+
+

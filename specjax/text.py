@@ -42,7 +42,9 @@ class Tokenizer:
 
     def __post_init__(self) -> None:
         if self.add_bos and self.bos_id is None:
-            raise ValueError("the tokenizer is to begin prompts with a bos token but names none: fix its tokenizer_config.json")
+            raise ValueError(
+                "the tokenizer is to begin prompts with a bos token but names none: fix its tokenizer_config.json"
+            )
 
     @functools.cached_property
     def vocab(self) -> dict[str, int]:
@@ -85,7 +87,9 @@ class Tokenizer:
     def render(self, messages: str | Sequence[Message], system: str | None = None) -> str:
         """The conversation as the text that `chat` encodes."""
         if self.chat_template is None:
-            raise ValueError("this checkpoint has no chat template: pass its prompt to encode(), or use an instruct model")
+            raise ValueError(
+                "this checkpoint has no chat template: pass its prompt to encode(), or use an instruct model"
+            )
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else [dict(m) for m in messages]
         if system is not None:
             turns.insert(0, {"role": "system", "content": system})

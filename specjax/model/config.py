@@ -54,7 +54,9 @@ class ModelConfig:
         if self.padded_vocab_size == 0:
             object.__setattr__(self, "padded_vocab_size", self.vocab_size)
         if self.padded_vocab_size < self.vocab_size:
-            raise ValueError(f"embedding of {self.padded_vocab_size} rows is smaller than the vocabulary {self.vocab_size}")
+            raise ValueError(
+                f"embedding of {self.padded_vocab_size} rows is smaller than the vocabulary {self.vocab_size}"
+            )
 
 
 FAMILIES = {"llama": {}, "mistral": {}, "qwen2": {"attention_bias": True}, "qwen3": {"qk_norm": True}}
@@ -85,7 +87,9 @@ def from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
     scaling = config.get("rope_scaling") or rope
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if rope.get("partial_rotary_factor", 1) != 1:
-        raise ValueError(f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported: the decoder turns whole heads")
+        raise ValueError(
+            f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported: the decoder turns whole heads"
+        )
     heads = config["num_attention_heads"]
     return ModelConfig(
         vocab_size=config["vocab_size"],

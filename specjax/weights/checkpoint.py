@@ -1,0 +1,166 @@
+"""A checkpoint as the rest of specjax sees it, whatever file it comes from: description, tokenizer, weights.
+
+Weights are checked against the model that the description promises before the first one is read, and
+then streamed: one tensor at a time, in blocks of rows, straight into the wanted dtype. Beside the loaded
+weights, host memory holds one tensor and one block.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from specjax.model import Llama, ModelConfig
+from specjax.model.decoder import FP8
+from specjax.text import Tokenizer
+from specjax.types import Params
+from specjax.weights.progress import progress_bar
+
+_BLOCK_BYTES = 4 << 20  # of float32: small beside a tensor, large beside the cost of a call
+
+Wanted = Mapping[str, jax.ShapeDtypeStruct]
+Rows = Callable[[str, int, int], np.ndarray]
+
+
+class DamagedFile(ValueError):
+    """A file is truncated or corrupt, so that fetching it again may help."""
+
+
+class Reader(Protocol):
+    """One checkpoint format. Names are a Hugging Face checkpoint's, without the leading `model.`."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Sizes of the model."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All that decides what the model does: weights, description, tokenizer."""
+
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's own."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The tensors that the checkpoint holds."""
+
+    def tensors(self, wanted: Wanted) -> Iterator[tuple[str, Array]]:
+        """The wanted tensors in their dtypes; each is checked to be finite."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model on disk. Opening one reads its description only; `load` reads the weights."""
+
+    name: str
+    reader: Reader
+    progress: bool = True
+
+    @property
+    def config(self) -> ModelConfig:
+        """Sizes of the model."""
+        return self.reader.config
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that decide what the model does."""
+        return self.reader.files
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Of the files' names and contents: what a run's manifest keeps."""
+        digest = hashlib.sha256()
+        total = sum(path.stat().st_size for path in self.files)
+        with progress_bar(f"Hashing {self.name}", total, self.progress and total > 1 << 30) as advance:
+            for path in sorted(self.files):
+                digest.update(path.name.encode() + b"\0")
+                digest.update(bytes.fromhex(sha256_of(path, advance)))
+        return digest.hexdigest()
+
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's own tokenizer.
+
+        Raises:
+          ValueError: the checkpoint has none, or a kind that specjax does not read.
+        """
+        return self.reader.tokenizer()
+
+    def load(self, dtype: Any = None) -> Params:
+        """Read the weights as the nested dict that `Llama(config)` takes.
+
+        Args:
+          dtype: of all weights that are not quantised; `default_dtype()` if not given.
+
+        Raises:
+          ValueError: a tensor is missing, left over, of another shape, or not finite; or a file is damaged.
+        """
+        dtype = jnp.dtype(default_dtype() if dtype is None else dtype)
+        wanted: dict[str, jax.ShapeDtypeStruct] = {}
+        leaves, tree = jax.tree.flatten_with_path(Llama(self.config).shapes())
+        for path, leaf in leaves:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            wanted[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if leaf.dtype == FP8 else dtype)
+        self._check(wanted)
+        total = sum(leaf.size * leaf.dtype.itemsize for leaf in wanted.values())
+        loaded = {}
+        with progress_bar(f"Loading {self.name}", total, self.progress and total > 1 << 28) as advance:
+            for name, tensor in self.reader.tensors(wanted):
+                loaded[name] = tensor
+                advance(tensor.nbytes)
+        return jax.tree.unflatten(tree, [loaded[name] for name in wanted])
+
+    def _check(self, wanted: Wanted) -> None:
+        found = self.reader.shapes()
+        fix = f"{self.files[0]} does not fit its own description: fetch it again, or correct the description"
+        for name, leaf in wanted.items():
+            if name not in found:
+                raise ValueError(f"tensor {name} is missing ({len(found)} of {len(wanted)} are there); {fix}")
+            if tuple(found[name]) != leaf.shape:
+                raise ValueError(f"tensor {name} has shape {tuple(found[name])}, the model needs {leaf.shape}; {fix}")
+        for name in found:
+            if name not in wanted:
+                raise ValueError(f"tensor {name} {tuple(found[name])} is no part of the model; {fix}")
+
+
+def default_dtype() -> Any:
+    """bfloat16 where the hardware multiplies it; float32 on CPU, where XLA would widen it first."""
+    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+
+
+def stream(rows: Rows, wanted: Wanted, origin: Path) -> Iterator[tuple[str, Array]]:
+    """Yield each wanted tensor, read through `rows(name, start, stop)` in blocks."""
+    for name, leaf in wanted.items():
+        tensor = np.empty(leaf.shape, leaf.dtype)
+        width = max(1, leaf.size // max(1, leaf.shape[0]))
+        block = max(1, _BLOCK_BYTES // (4 * width))
+        for start in range(0, leaf.shape[0], block):
+            part = rows(name, start, min(start + block, leaf.shape[0]))
+            check_finite(name, part, origin)
+            tensor[start : start + block] = part
+        yield name, jnp.asarray(tensor)
+
+
+def check_finite(name: str, values: Any, origin: Path) -> None:
+    """Raise `DamagedFile`, naming the tensor, if it holds a NaN or an infinity."""
+    if not bool(np.isfinite(np.asarray(values)).all()):
+        raise DamagedFile(
+            f"tensor {name} in {origin} holds NaN or Inf: the file is damaged or was saved from a failed run"
+        )
+
+
+def sha256_of(path: Path, advance: Callable[[int], None] = lambda done: None) -> str:
+    """SHA-256 of one file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+            advance(len(chunk))
+    return digest.hexdigest()

@@ -136,6 +136,7 @@ def _from_hub(repository: str, progress: bool) -> Reader:
       OSError: no connection and no copy, or no such repository.
     """
     import huggingface_hub  # slow to import, and most runs have a path or a cached file
+    from huggingface_hub.utils import disable_progress_bars
 
     def download(*, local_files_only: bool = False, force_download: bool = False) -> Path:
         folder = huggingface_hub.snapshot_download(
@@ -147,7 +148,7 @@ def _from_hub(repository: str, progress: bool) -> Reader:
         return Path(folder)
 
     if not (progress and sys.stderr.isatty()):
-        huggingface_hub.utils.disable_progress_bars()
+        disable_progress_bars()
     try:
         huggingface_hub.HfApi().model_info(repository, timeout=5)
     except Exception as reason:  # httpx's errors, and the hub's own, have no common class

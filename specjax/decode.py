@@ -13,6 +13,7 @@ drafter and rule are static. A finished row is frozen while others go on.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +57,7 @@ class Program:
     model: Model
     drafter: Drafter
     rule: verify.Rule = verify.Token()
+    verifier: Callable[..., tuple[Verdict, Int[Array, "B"]]] = verify.verify  # for rules that see the whole window
 
 
 def prefill(
@@ -75,7 +77,8 @@ def prefill(
     outline = jax.eval_shape(lambda: model.forward(params, tokens[:, :1], cache, jnp.zeros_like(length), taps=taps))
     last = jnp.zeros(outline.hidden.shape, outline.hidden.dtype)
     kept = tuple(jnp.zeros((batch, 1, slots, tap.shape[-1]), tap.dtype) for tap in outline.taps)
-    steps = jnp.arange(PREFILL_CHUNK, dtype=jnp.int32)
+    chunk = min(PREFILL_CHUNK, slots)
+    steps = jnp.arange(chunk, dtype=jnp.int32)
 
     def body(carry: Any) -> Any:
         first, last, kept, cache = carry
@@ -84,9 +87,9 @@ def prefill(
         out = model.forward(params, window, cache, start, taps=taps)
         kept = tuple(kv.write(slots, tap[:, None], start) for slots, tap in zip(kept, out.taps, strict=True))
         index = length - 1 - first
-        here = (index >= 0) & (index < PREFILL_CHUNK)
-        row = jnp.take_along_axis(out.hidden, jnp.clip(index, 0, PREFILL_CHUNK - 1)[:, None, None], 1)
-        return first + PREFILL_CHUNK, jnp.where(here[:, None, None], row, last), kept, out.cache
+        here = (index >= 0) & (index < chunk)
+        row = jnp.take_along_axis(out.hidden, jnp.clip(index, 0, chunk - 1)[:, None, None], 1)
+        return first + chunk, jnp.where(here[:, None, None], row, last), kept, out.cache
 
     longest = jnp.max(length)
     carry = (jnp.zeros((), jnp.int32), last, kept, cache)
@@ -151,7 +154,7 @@ def settle(program: Program, params: Params, state: State, draft: Draft) -> Stat
     )
     logits = model.logits(params, out.hidden)
     keys = sampling.fold(state.keys, state.round)
-    verdict, extra = verify.verify(program.rule, keys, sampling.log_probs(logits, state.sampling), draft, live)
+    verdict, extra = program.verifier(program.rule, keys, sampling.log_probs(logits, state.sampling), draft, live)
 
     hidden = tuple(kv.write(slots, tap[:, None], start) for slots, tap in zip(state.hidden, out.taps, strict=True))
     cache = out.cache

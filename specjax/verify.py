@@ -12,7 +12,7 @@ long as each `log_q` row is the law its node was really drawn from, given its el
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -23,6 +23,10 @@ from specjax.types import Draft, Keys, Verdict
 
 class Rule(Protocol):
     """An acceptance rule: a frozen dataclass, hashable, so that it is static under `jit`."""
+
+    @property
+    def point_mass(self) -> bool:
+        """Whether the rule sees every draft as certain: `q` is then one-hot, whatever the drafter reports."""
 
     def accepts(
         self, u: Float[Array, "B"], p: Float[Array, "B"], q: Float[Array, "B"], law: Float[Array, "B V"]
@@ -37,6 +41,8 @@ class Rule(Protocol):
 class Token:
     """Exact token-level verification. Strict, no division, no epsilon: p(x) = 0 is never accepted."""
 
+    point_mass: ClassVar[bool] = False
+
     def accepts(
         self, u: Float[Array, "B"], p: Float[Array, "B"], q: Float[Array, "B"], law: Float[Array, "B V"]
     ) -> Bool[Array, "B"]:
@@ -46,7 +52,59 @@ class Token:
         return jnp.maximum(law - q, 0)
 
 
-EXACT: frozenset[type] = frozenset({Token})
+@dataclass(frozen=True)
+class Match(Token):
+    """Draw y from the target and keep the draft while it equals y: exact for every proposer, q unused.
+
+    This is `Token` with a one-hot q: x is accepted with probability p(x), and what remains is p without x,
+    which is the law of y given y != x. Reports that the rule is biased hold for an implementation that
+    draws again from norm(max(p - q, 0)) after a mismatch (tests/test_exactness_rules.py settles both).
+    It accepts sum p q where `Token` accepts sum min(p, q).
+    """
+
+    point_mass: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Typical(Token):
+    """Approximate: accept iff p(x) > min(epsilon, delta exp(-H(p))); Cai et al. 2024, arXiv 2401.10774, section 2.3.1.
+
+    After a rejection the further token is drawn from p. Defaults are those of the paper's code.
+    """
+
+    epsilon: float = 0.3
+    delta: float = 0.09
+
+    def accepts(
+        self, u: Float[Array, "B"], p: Float[Array, "B"], q: Float[Array, "B"], law: Float[Array, "B V"]
+    ) -> Bool[Array, "B"]:
+        entropy = -jnp.sum(jnp.where(law > 0, law * jnp.log(jnp.where(law > 0, law, 1)), 0), -1)
+        return p > jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))
+
+    def residual(self, law: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        return law
+
+
+@dataclass(frozen=True)
+class Lenient(Token):
+    """Approximate: q is multiplied by `lenience` before the comparison; Leviathan et al. 2023, appendix A.5."""
+
+    lenience: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lenience <= 1:
+            raise ValueError(f"lenience={self.lenience}: must be in (0, 1]; 1 is the rule `token`")
+
+    def accepts(
+        self, u: Float[Array, "B"], p: Float[Array, "B"], q: Float[Array, "B"], law: Float[Array, "B V"]
+    ) -> Bool[Array, "B"]:
+        return self.lenience * u * q < p
+
+
+RULES: dict[str, type[Token]] = {"token": Token, "match": Match, "typical": Typical, "lenient": Lenient}
+"""The rules that come with specjax, by the name that `--rule` takes."""
+
+EXACT: frozenset[type] = frozenset({Token, Match})
 """The rules that are proven to keep the target's law. A rule can't declare itself exact."""
 
 
@@ -81,7 +139,8 @@ def walk(
     for i in range(nodes):
         token = draft.tokens[:, i]
         one_hot = vocabulary == token[:, None]
-        q = one_hot.astype(law.dtype) if draft.log_q is None else jnp.exp(draft.log_q[:, i])
+        certain = draft.log_q is None or rule.point_mass
+        q = one_hot.astype(law.dtype) if certain else jnp.exp(draft.log_q[:, i])
         p_token = jnp.sum(jnp.where(one_hot, law, 0), -1)
         q_token = jnp.sum(jnp.where(one_hot, q, 0), -1)
         test = live[:, i] & (parents[:, i] == node)

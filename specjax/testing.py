@@ -79,18 +79,26 @@ class TableModel:
         batch, queries = tokens.shape
         rows = tokens.astype(cache[0][0].dtype)[:, None, :, None]
         ids = kv.write(cache[0][0], rows, start)
-        slot = jnp.arange(ids.shape[2], dtype=jnp.int32)[None, None]
-        offset = slot - start[:, None, None]
-        if mask is None:
-            mask = jnp.tril(jnp.ones((queries, queries), bool))
-        mask = jnp.broadcast_to(mask, (batch, queries, queries))
-        index = jnp.broadcast_to(jnp.clip(offset, 0, queries - 1), (batch, queries, ids.shape[2]))
-        inside = (offset >= 0) & (offset < queries)
-        seen = (offset < 0) | (inside & jnp.take_along_axis(mask, index, 2))
-        last = jax.lax.top_k(jnp.where(seen, slot, -1), self.order)[0][..., ::-1]
+        if mask is None:  # a chain: query i sees every slot up to its own
+            last = start[:, None, None] + jnp.arange(queries, dtype=jnp.int32)[None, :, None]
+            last = last + jnp.arange(1 - self.order, 1, dtype=jnp.int32)[None, None]
+            last = jnp.minimum(last, ids.shape[2] - 1)
+        else:
+            last = self._last_seen(ids, start, jnp.broadcast_to(mask, (batch, queries, queries)))
         flat = jnp.take_along_axis(ids[:, 0, :, 0], jnp.maximum(last, 0).reshape(batch, -1), 1)
         context = jnp.where(last >= 0, flat.reshape(last.shape), self.size).astype(jnp.float32)
         return Forward(context, tuple(context for _ in taps), ((ids, cache[0][1]),))
+
+    def _last_seen(
+        self, ids: Float[Array, "B 1 T 1"], start: Int[Array, "B"], mask: Bool[Array, "B S S"]
+    ) -> Int[Array, "B S O"]:
+        queries, slots = mask.shape[1], ids.shape[2]
+        slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
+        offset = slot - start[:, None, None]
+        index = jnp.broadcast_to(jnp.clip(offset, 0, queries - 1), (mask.shape[0], queries, slots))
+        inside = (offset >= 0) & (offset < queries)
+        seen = (offset < 0) | (inside & jnp.take_along_axis(mask, index, 2))
+        return jax.lax.top_k(jnp.where(seen, slot, -1), self.order)[0][..., ::-1]
 
     def logits(self, params: Params, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """The table's row for each context."""

@@ -18,7 +18,8 @@ PROMPTS = [
 ]
 STRINGS = [
     "", " ", "Hello", "  two  spaces ", "\n\n\ttab\r\n", "don't I'LL we'Ve", "123456 7 89\n\n12", "a1b2", "½ ¹²³ ٣٤",
-    "日本語のテスト。", "😀👩‍👩‍👧 ok", "naïve café Å e\u0301", "x = 1;\n    y=[2]\n", "\u00a0nbsp", "<|im_start|>user\nhi<|im_end|>",
+    "日本語のテスト。", "😀👩‍👩‍👧 ok", "naïve café Å e\u0301", "x = 1;\n    y=[2]\n", "\u00a0nbsp",
+    "<|im_start|>user\nhi<|im_end|>",
 ]  # fmt: skip
 
 

@@ -14,7 +14,8 @@ from specjax.weights import gguf_vocabulary
 __all__ = ["smollm2"]
 
 TEMPLATE = (
-    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\ndefault<|im_end|>\n{% endif %}"
+    "{% for m in messages %}"
+    "{% if loop.first and m.role != 'system' %}<|im_start|>system\ndefault<|im_end|>\n{% endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

@@ -7,7 +7,6 @@ undone on reading. qwen2 and qwen3 are stored unpermuted.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -59,7 +58,7 @@ class GGUF:
             self.config: ModelConfig = from_gguf(
                 self.metadata,
                 {name: entry.shape for name, entry in entries.items()},
-                None if factors is None else float(self._block(factors, slice(None)).max()),
+                None if factors is None else float(self._read(factors, 0, factors.shape[0]).max()),
             )
         except KeyError as error:
             raise ValueError(f"{path} does not describe a language model: {error.args[0]} is missing") from error
@@ -87,19 +86,19 @@ class GGUF:
         projection = name.split(".")[-2]
         heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}.get(projection)
         if heads is None or self.metadata["general.architecture"] != "llama":
-            return self._block(entry, slice(start, stop))
-        return self._block(entry, unpermuted(entry.shape[0], heads)[start:stop])
+            return self._read(entry, start, stop)
+        rows = unpermuted(entry.shape[0], heads)[start:stop]
+        first = int(rows.min())
+        return self._read(entry, first, int(rows.max()) + 1)[rows - first]
 
-    @functools.cached_property
-    def _bytes(self) -> np.ndarray:
-        return np.memmap(self.path, mode="r").view(np.ndarray)  # slices of a memmap are slow to make
-
-    def _block(self, entry: TensorEntry, rows: slice | np.ndarray) -> np.ndarray:
-        """Some rows of a tensor, in float32."""
-        table = self._bytes[entry.offset_bytes : entry.offset_bytes + entry.size_bytes].reshape(-1, entry.row_bytes)
+    def _read(self, entry: TensorEntry, start: int, stop: int) -> np.ndarray:
+        """Rows `start .. stop - 1` in float32. Plain reads: pages of a mapped file would count as memory in use."""
         if len(entry.shape) == 1:
-            return _dequantize(table, entry.type)[0][rows]
-        return _dequantize(table[rows], entry.type)
+            data = np.fromfile(self.path, np.uint8, entry.row_bytes, offset=entry.offset_bytes)
+            return _dequantize(data[None], entry.type)[0, start:stop]
+        row_bytes, offset_bytes = entry.row_bytes, entry.offset_bytes + start * entry.row_bytes
+        data = np.fromfile(self.path, np.uint8, (stop - start) * row_bytes, offset=offset_bytes)
+        return _dequantize(data.reshape(-1, row_bytes), entry.type)
 
 
 def _dequantize(table: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Array
+from ml_dtypes import bfloat16
 from safetensors import SafetensorError, safe_open
 
 from specjax.model import ModelConfig
@@ -16,7 +19,7 @@ from specjax.model.config import from_huggingface
 from specjax.text import Tokenizer, read_json
 from specjax.weights.checkpoint import DamagedFile, Wanted, stream
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_DTYPES = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(bfloat16)}
 _DESCRIPTIONS = (
     "config.json",
     "tokenizer.json",
@@ -24,6 +27,16 @@ _DESCRIPTIONS = (
     "chat_template.jinja",
     "generation_config.json",
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Where a tensor stands."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
 
 
 class HuggingFace:
@@ -46,8 +59,9 @@ class HuggingFace:
             config = dataclasses.replace(config, vocab_size=size, padded_vocab_size=config.vocab_size)
         self.config: ModelConfig = config
         self._shards = _shards(folder)
-        self._files = {shard: _open(shard) for shard in self._shards}
-        self._places = {_rename(name): (shard, name) for shard, file in self._files.items() for name in file.keys()}  # noqa: SIM118
+        self._entries: dict[str, Entry] = {}
+        for shard in self._shards:
+            self._entries |= {name.removeprefix("model."): entry for name, entry in _read_header(shard).items()}
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -69,7 +83,7 @@ class HuggingFace:
         Raises:
           ValueError: the config says that the head is the embedding, and the file holds another one.
         """
-        names = [name for name in self._places if not name.endswith("rotary_emb.inv_freq")]
+        names = [name for name in self._entries if not name.endswith("rotary_emb.inv_freq")]
         if self.config.tied_embeddings and "lm_head.weight" in names:
             if not self._same("lm_head.weight", "embed_tokens.weight"):
                 raise ValueError(
@@ -77,35 +91,28 @@ class HuggingFace:
                     'set "tie_word_embeddings": false there if the head is meant'
                 )
             names.remove("lm_head.weight")
-        return {name: tuple(self._slice(name).get_shape()) for name in names}
+        return {name: self._entries[name].shape for name in names}
 
     def tensors(self, wanted: Wanted) -> Iterator[tuple[str, Array]]:
         """Read the wanted tensors, one after another."""
         return stream(self._rows, wanted, self.folder)
 
     def _rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        part = self._slice(name)
-        if part.get_dtype() not in _FLOATS:
-            raise ValueError(
-                f"tensor {name} in {self.folder} is {part.get_dtype()}: specjax reads {', '.join(_FLOATS)}"
-            )
-        rows: np.ndarray = part[start:stop]
-        return rows
-
-    def _slice(self, name: str):  # type: ignore[no-untyped-def]
-        shard, stored = self._places[name]
-        return self._files[shard].get_slice(stored)
+        entry = self._entries[name]
+        if entry.dtype not in _DTYPES:
+            raise ValueError(f"tensor {name} in {entry.file} is {entry.dtype}: specjax reads {', '.join(_DTYPES)}")
+        dtype, width = _DTYPES[entry.dtype], math.prod(entry.shape[1:])
+        offset_bytes = entry.offset_bytes + start * width * dtype.itemsize
+        # a plain read: pages of a mapped file would count as memory in use
+        rows = np.fromfile(entry.file, dtype, (stop - start) * width, offset=offset_bytes)
+        return rows.reshape(-1, *entry.shape[1:])
 
     def _same(self, one: str, other: str) -> bool:
-        if one not in self._places or other not in self._places:
+        entries = self._entries.get(one), self._entries.get(other)
+        if entries[0] is None or entries[1] is None or entries[0].shape != entries[1].shape:
             return False
-        if self._slice(one).get_shape() != self._slice(other).get_shape():
-            return False
-        rows = self._slice(one).get_shape()[0]
-        return all(
-            self._rows(one, at, at + 4096).tobytes() == self._rows(other, at, at + 4096).tobytes()
-            for at in range(0, rows, 4096)
-        )
+        blocks = ((at, min(at + 4096, entries[0].shape[0])) for at in range(0, entries[0].shape[0], 4096))
+        return all(self._rows(one, *block).tobytes() == self._rows(other, *block).tobytes() for block in blocks)
 
 
 def _shards(folder: Path) -> tuple[Path, ...]:
@@ -123,12 +130,18 @@ def _shards(folder: Path) -> tuple[Path, ...]:
     return shards
 
 
-def _open(path: Path):  # type: ignore[no-untyped-def]
+def _read_header(path: Path) -> dict[str, Entry]:
+    """Where each tensor stands; the library has checked that the file holds what its header promises."""
     try:
-        return safe_open(path, framework="numpy")
+        with safe_open(path, framework="numpy"):
+            pass
     except SafetensorError as error:
         raise DamagedFile(f"{path} is truncated or damaged ({error}): fetch it again") from error
-
-
-def _rename(name: str) -> str:
-    return name.removeprefix("model.")
+    with path.open("rb") as file:
+        size_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size_bytes))
+    return {
+        name: Entry(path, entry["dtype"], tuple(entry["shape"]), 8 + size_bytes + entry["data_offsets"][0])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }

@@ -1,0 +1,68 @@
+"""What the compiler of this backend gives the round: its own figures, beside those from shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from specjax import decode
+from specjax.memory.shapes import state_shapes, structs
+from specjax.types import Params
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """`memory_analysis()` of the compiled, donated round. `None` is unknown, never zero.
+
+    The total is argument + output + temporaries - alias. `peak_memory_in_bytes` is not used: on CPU it
+    leaves the temporaries out.
+    """
+
+    argument_bytes: int | None
+    output_bytes: int | None
+    temp_bytes: int | None
+    alias_bytes: int | None
+
+    @property
+    def total_bytes(self) -> int | None:
+        """What one device holds while the round runs."""
+        parts = (self.argument_bytes, self.output_bytes, self.temp_bytes, self.alias_bytes)
+        if any(part is None for part in parts):
+            return None
+        argument, output, temp, alias = (part or 0 for part in parts)
+        return argument + output + temp - alias
+
+
+def lower_round(
+    program: decode.Program, params: Params, drafter_params: Params, *, batch: int, capacity: int, cache_dtype: Any
+) -> jax.stages.Lowered:
+    """The donated round, lowered from shapes: nothing is allocated."""
+    params, drafter_params = structs(params), structs(drafter_params)
+    state = state_shapes(program, params, drafter_params, batch=batch, capacity=capacity, cache_dtype=cache_dtype)
+    return decode.step.lower(program, params, drafter_params, state)
+
+
+def compiled(
+    program: decode.Program, params: Params, drafter_params: Params, *, batch: int, capacity: int, cache_dtype: Any
+) -> Compiled:
+    """Compile `decode.step` for this backend and report its memory. Takes seconds for a large model."""
+    lowered = lower_round(program, params, drafter_params, batch=batch, capacity=capacity, cache_dtype=cache_dtype)
+    return read(lowered.compile())
+
+
+def read(executable: jax.stages.Compiled) -> Compiled:
+    """The figures of a compiled program.
+
+    A program with arguments whose analysis says zero bytes of them was not analysed: all is unknown.
+    """
+    analysis = executable.memory_analysis()
+    if analysis is None or not analysis.argument_size_in_bytes:
+        return Compiled(None, None, None, None)
+    return Compiled(
+        analysis.argument_size_in_bytes,
+        analysis.output_size_in_bytes,
+        analysis.temp_size_in_bytes,
+        analysis.alias_size_in_bytes,
+    )

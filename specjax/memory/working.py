@@ -1,0 +1,106 @@
+"""Buffers that live within a round: laws, logits, attention scores, dequantised weights.
+
+Found by walking the traced functions. What a compiler fuses away is not here: elementwise results, for
+one. What it must write to memory is: products of matrices, laws that two phases read, and on a CPU the
+weights that it converts before a product.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from specjax import decode
+from specjax.types import Draft, Params
+
+
+@dataclass(frozen=True)
+class Products:
+    """Results of a traced function that a compiler must write to memory; `None` where there are none."""
+
+    scores: Any  # the largest product of two activations: attention
+    features: Any  # the largest product with a weight, the vocabulary's aside
+    converted: Any  # the largest weight that is read in another dtype than it is kept in
+    repeated: Any  # all weights that are converted inside of a loop, as one array: they don't change within it
+
+
+Buffer = tuple[str, str, Any, int, tuple[str, ...]]
+"""Name, kind (for `Size`), array or `None`, how many of it, phases."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """A traced round: the draft's shapes, and the buffers that live inside of it."""
+
+    draft: Draft
+    buffers: tuple[Buffer, ...]
+
+
+def trace(program: decode.Program, params: Params, drafter_params: Params, state: decode.State) -> Round:
+    """Trace a round's two halves."""
+    weights = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((params, drafter_params)) if leaf.ndim == 2}
+    vocab = program.model.vocab_size
+    propose = functools.partial(decode.propose, program)
+    drafting, draft = _products(propose, (params, drafter_params, state), weights, vocab)
+    verifying, _ = _products(functools.partial(decode.settle, program), (params, state, draft), weights, vocab)
+    batch, nodes = draft.tokens.shape
+    law = jax.ShapeDtypeStruct((batch, nodes + 1, vocab), jnp.float32)
+    further = jax.ShapeDtypeStruct((batch, 1, vocab), jnp.float32)
+    mask = None if draft.parents is None else jax.ShapeDtypeStruct((batch, nodes + 1, nodes + 1), jnp.bool)
+    buffers: tuple[Buffer, ...] = (
+        ("draft law", "law", draft.log_q, 1, ("draft", "verify")),
+        ("verification logits", "law", law, 1, ("verify",)),
+        ("target law", "law", law, 1, ("verify",)),
+        ("tree mask", "mask", mask, 1, ("verify",)),
+        ("further token's law", "law", further, 1, ("commit",)),
+    )
+    for phase, found in (("draft", drafting), ("verify", verifying)):
+        buffers += (
+            (f"attention scores, {phase}", "scores", found.scores, 1, (phase,)),
+            (f"features, {phase}", "features", found.features, 1, (phase,)),
+            (f"dequantised weights, {phase}", "dequantised", found.repeated or found.converted, 1, (phase,)),
+        )
+    return Round(draft, buffers)
+
+
+def _products(
+    function: Callable[..., Any], arguments: tuple[Any, ...], weights: set[Any], vocab: int
+) -> tuple[Products, Any]:
+    jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    scores, features, converted, repeated = [], [], [], {}
+    for equation, looped in _equations(jaxpr.jaxpr, False):
+        operands = [variable.aval for variable in equation.invars]
+        if equation.primitive.name == "dot_general":
+            if all(operand.ndim > 2 for operand in operands):
+                scores.append(equation.outvars[0].aval)
+            elif not any(operand.ndim == 2 and max(operand.shape) >= vocab for operand in operands):
+                features.append(equation.outvars[0].aval)
+        elif equation.primitive.name == "convert_element_type" and (operands[0].shape, operands[0].dtype) in weights:
+            converted.append(equation.outvars[0].aval)
+            if looped:
+                repeated[id(equation)] = equation.outvars[0].aval
+    total = sum(int(np.prod(leaf.shape)) for leaf in repeated.values())
+    whole = jax.ShapeDtypeStruct((total,), converted[0].dtype) if repeated else None
+    return Products(_biggest(scores), _biggest(features), _biggest(converted), whole), result
+
+
+def _biggest(arrays: list[Any]) -> Any:
+    return max(arrays, key=lambda array: int(np.prod(array.shape)) * array.dtype.itemsize, default=None)
+
+
+def _equations(jaxpr: Any, looped: bool) -> Iterator[tuple[Any, bool]]:
+    """All equations, with whether they stand inside of a loop."""
+    inner = (core.Jaxpr, core.ClosedJaxpr)
+    for equation in jaxpr.eqns:
+        yield equation, looped
+        within = looped or equation.primitive.name in ("while", "scan")
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda node: isinstance(node, inner)):
+            if isinstance(value, inner):
+                yield from _equations(value.jaxpr if isinstance(value, core.ClosedJaxpr) else value, within)

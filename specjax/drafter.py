@@ -102,39 +102,32 @@ def draft_chain(
     """Draft a chain autoregressively with `model` on `cache`, sampling as the target samples.
 
     Args:
-      reread: committed tokens that are fed first: 1 on a cache that the target's verification fills
-        (its own), 2 on one that only drafts fill, where the last accepted draft was never fed.
+      reread: last tokens that each step feeds: 1 on a cache that verification fills (the target's), 2 on
+        one that only drafts fill, where the last accepted draft was never fed. One loop body serves all
+        steps, so that the model is compiled once; feeding a token again writes the same values.
       num_layers: layers of `model` that run.
 
     Returns:
       tokens, the log-law that each was drawn from, and the cache with the drafts' keys and values.
     """
-    batch = target.length.shape[0]
+    batch, vocab = target.length.shape[0], target.model.vocab_size
     start = target.length - reread
-    recent = start[:, None] + jnp.arange(reread, dtype=jnp.int32)[None]
-    tokens = jnp.take_along_axis(target.tokens, recent, 1)
+    recent = jnp.take_along_axis(target.tokens, start[:, None] + jnp.arange(reread, dtype=jnp.int32)[None], 1)
 
-    def step(
-        index: int | Int[Array, ""], tokens: Int[Array, "B S"], start: Int[Array, "B"], cache: Cache
-    ) -> tuple[Int[Array, "B"], Float[Array, "B V"], Cache]:
-        out = model.forward(params, tokens, cache, start, num_layers=num_layers)
-        logits = model.logits(params, out.hidden[:, -1:])[..., : target.model.vocab_size]
-        log_q = sampling.log_probs(logits, target.sampling)[:, 0]
-        return sampling.draw(sampling.fold(keys, index), log_q), log_q, out.cache
+    def body(step: Int[Array, ""], carry: Any) -> Any:
+        tokens, laws, cache = carry
+        window = jax.lax.dynamic_slice_in_dim(tokens, step, reread, 1)
+        out = model.forward(params, window, cache, start + step, num_layers=num_layers)
+        logits = model.logits(params, out.hidden[:, -1:])[..., :vocab]
+        log_q = sampling.log_probs(logits, target.sampling)
+        token = sampling.draw(sampling.fold(keys, step), log_q[:, 0])
+        tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], step + reread, 1)
+        return tokens, jax.lax.dynamic_update_slice_in_dim(laws, log_q, step, 1), out.cache
 
-    token, log_q, cache = step(0, tokens, start, cache)
-    drafted = jnp.zeros((batch, num_tokens), jnp.int32).at[:, 0].set(token)
-    laws = jnp.zeros((batch, num_tokens, log_q.shape[-1]), log_q.dtype).at[:, 0].set(log_q)
-
-    def body(index: Int[Array, ""], carry: Any) -> Any:
-        drafted, laws, cache = carry
-        last = jax.lax.dynamic_slice_in_dim(drafted, index - 1, 1, 1)
-        token, log_q, cache = step(index, last, target.length + index - 1, cache)
-        drafted = jax.lax.dynamic_update_slice_in_dim(drafted, token[:, None], index, 1)
-        laws = jax.lax.dynamic_update_slice_in_dim(laws, log_q[:, None], index, 1)
-        return drafted, laws, cache
-
-    return jax.lax.fori_loop(1, num_tokens, body, (drafted, laws, cache))
+    tokens = jnp.concatenate([recent, jnp.zeros((batch, num_tokens), jnp.int32)], 1)
+    laws = jnp.zeros((batch, num_tokens, vocab), jnp.float32)
+    tokens, laws, cache = jax.lax.fori_loop(0, num_tokens, body, (tokens, laws, cache))
+    return tokens[:, reread:], laws, cache
 
 
 def available() -> dict[str, str]:

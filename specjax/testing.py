@@ -214,7 +214,8 @@ class Tree(Drafter):
         vocab, nodes = target.model.vocab_size, len(self.parents)
         draw = functools.partial(jax.random.randint, shape=(nodes,), minval=0, maxval=vocab, dtype=jnp.int32)
         log_q = jnp.full((target.length.shape[0], nodes, vocab), -np.log(vocab), jnp.float32)
-        return Draft(jax.vmap(draw)(keys), log_q, _full(target, nodes), target.cache, state, parents=self.parents)
+        parents = jnp.asarray(self.parents, jnp.int32)
+        return Draft(jax.vmap(draw)(keys), log_q, _full(target, nodes), target.cache, state, parents)
 
 
 def _full(target: Target, count: int) -> Int[Array, "B"]:

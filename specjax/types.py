@@ -101,7 +101,7 @@ class Draft:
 
     `log_q[b, i]` is the very law that node i was drawn from, after every filter and conditional on what
     was drawn before it, in float32. `None` says that every node is a point mass, which is exact for any
-    proposer. `parents` is `None` for a chain; -1 is the pending token.
+    proposer. `parents` names each node's parent, -1 for the pending token; `None` is a chain.
     """
 
     tokens: Int[Array, "B N"]
@@ -109,7 +109,8 @@ class Draft:
     count: Int[Array, "B"]  # nodes that are real; the rest are ignored
     cache: Cache  # the target's, handed back: slots >= length - 1 may have been written
     state: PyTree[Array]  # the drafter's own, for the next round
-    parents: Int[Array, "B N"] | tuple[int, ...] | None = field(default=None, metadata=_static)
+    parents: Int[Array, "B N"] | Int[Array, "N"] | None = None
+    depth: int | None = field(default=None, metadata=_static)  # longest path of the tree; at most N
 
 
 @jax.tree_util.register_dataclass

@@ -128,13 +128,13 @@ def walk(
       u: one uniform in [0, 1) a node.
     """
     batch, nodes = draft.tokens.shape
-    parents = jnp.broadcast_to(parents_of(draft), (batch, nodes))
-    vocabulary = jnp.arange(log_p.shape[-1])[None]
+    parents = parents_of(draft)
+    vocabulary = jnp.arange(log_p.shape[-1], dtype=jnp.int32)[None]
     law = jnp.exp(log_p[:, 0])
     node = jnp.full((batch,), -1, jnp.int32)
     accepted = tested = jnp.zeros((batch,), jnp.int32)
     overlap = jnp.zeros((batch,), log_p.dtype)
-    path = jnp.full((batch, depth_of(draft)), -1, jnp.int32)
+    path = jnp.full((batch, nodes if draft.depth is None else draft.depth), -1, jnp.int32)
 
     for i in range(nodes):
         token = draft.tokens[:, i]
@@ -143,7 +143,7 @@ def walk(
         q = one_hot.astype(law.dtype) if certain else jnp.exp(draft.log_q[:, i])
         p_token = jnp.sum(jnp.where(one_hot, law, 0), -1)
         q_token = jnp.sum(jnp.where(one_hot, q, 0), -1)
-        test = live[:, i] & (parents[:, i] == node)
+        test = live[:, i] & (parents[:, i] == node) & (accepted < path.shape[1])
         accept = test & rule.accepts(u[:, i], p_token, q_token, law)
         reject = test & ~accept
 
@@ -169,25 +169,13 @@ def verify(
     return verdict, sampling.draw(sampling.fold(keys, sampling.EXTRA), jnp.log(verdict.law))
 
 
-def parents_of(draft: Draft) -> Int[Array, "B N"] | Int[Array, "1 N"]:
+def parents_of(draft: Draft) -> Int[Array, "B N"]:
     """Each node's parent; -1 is the pending token."""
-    if draft.parents is None:
-        return jnp.arange(-1, draft.tokens.shape[1] - 1, dtype=jnp.int32)[None]
-    parents = jnp.asarray(draft.parents, jnp.int32)
-    return parents if parents.ndim == 2 else parents[None]
+    chain = jnp.arange(-1, draft.tokens.shape[1] - 1, dtype=jnp.int32)
+    return jnp.broadcast_to(chain if draft.parents is None else draft.parents, draft.tokens.shape)
 
 
-def depth_of(draft: Draft) -> int:
-    """Longest path that the draft allows, in tokens; static."""
-    if isinstance(draft.parents, tuple):
-        depth: list[int] = []
-        for parent in draft.parents:
-            depth.append(1 + (depth[parent] if parent >= 0 else 0))
-        return max(depth, default=0)
-    return draft.tokens.shape[1]
-
-
-def ancestors(draft: Draft) -> Bool[Array, "B N N"] | Bool[Array, "1 N N"]:
+def ancestors(draft: Draft) -> Bool[Array, "B N N"]:
     """`[..., i, j]`: node j is node i or above it. Rows sum to a node's depth."""
     parents = parents_of(draft)
     rows, nodes = parents.shape
@@ -197,12 +185,3 @@ def ancestors(draft: Draft) -> Bool[Array, "B N N"] | Bool[Array, "1 N N"]:
         inherited = inherited & (parents[:, i] >= 0)[:, None]
         above = above.at[:, i].set(inherited | (jnp.arange(nodes) == i)[None])
     return above
-
-
-def check_parents(parents: tuple[int, ...]) -> None:
-    """Refuse a topology that is not in topological order."""
-    bad = [i for i, parent in enumerate(parents) if not -1 <= parent < i]
-    if bad:
-        raise ValueError(f"parents={parents}: node {bad[0]} stands before its parent; order nodes from the root")
-
-

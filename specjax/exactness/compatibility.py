@@ -1,0 +1,85 @@
+"""Whether a rule, a drafter and a target fit together, found out by tracing: nothing is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax import decode, sampling, verify
+from specjax.drafter import Drafter
+from specjax.exactness.subjects import Subject
+from specjax.types import Draft
+
+
+def is_approximate(rule: verify.Rule) -> bool:
+    """Rules that are known to change the law, and everything derived from them."""
+    return isinstance(rule, (verify.Typical, verify.Lenient)) and not verify.is_exact(rule)
+
+
+def can_draft(drafter: Drafter, subject: Subject) -> bool:
+    """Whether `drafter` can serve this target at all."""
+    try:
+        drafter.check(subject.model)
+        outline(decode.Program(subject.model, drafter), subject)
+    except Exception:  # a researcher's drafter may refuse in any way
+        return False
+    return True
+
+
+def outline(program: decode.Program, subject: Subject, slots: int = 16) -> Draft:
+    """Shapes of a draft for two rows."""
+
+    def propose(key: Any, params: Any) -> Draft:
+        own = program.drafter.params(key, subject.model, params)
+        tokens, length = jnp.zeros((2, slots), jnp.int32), jnp.full((2,), 2, jnp.int32)
+        state = decode.start(
+            program, params, own, tokens, length, length + 4, jax.random.split(key, 2), jnp.full((1,), -1, jnp.int32),
+            sampling.make_sampling(2), cache_dtype=jnp.float32,
+        )  # fmt: skip
+        return decode.propose(program, params, own, state)
+
+    return jax.eval_shape(propose, jax.random.key(0), subject.params)
+
+
+def check_fit(program: decode.Program, subject: Subject) -> None:
+    """Refuse a rule and a drafter that don't fit, naming what is wrong.
+
+    Raises:
+      ValueError: what is wrong, the rule, and the fix.
+    """
+    rule, drafter = program.rule, program.drafter
+    drafter.check(subject.model)
+    draft = outline(program, subject)
+    vocab, nodes = subject.model.vocab_size, draft.tokens.shape[1]
+    if draft.tokens.shape != (2, nodes) or draft.tokens.dtype != jnp.int32:
+        raise ValueError(f"drafter {drafter}: tokens are {draft.tokens.dtype}{draft.tokens.shape}, must be int32 [B, N]")
+    if draft.log_q is not None and (draft.log_q.shape != (2, nodes, vocab) or draft.log_q.dtype != jnp.float32):
+        raise ValueError(
+            f"drafter {drafter}: log_q is {draft.log_q.dtype}{list(draft.log_q.shape)}, must be float32 [B, {nodes}, {vocab}] "
+            "over the target's vocabulary: return the array that the tokens were drawn from, or None for point masses"
+        )
+    if isinstance(rule, verify.Lenient) and draft.log_q is None and nodes:
+        raise ValueError(
+            f"rule {rule} compares p with a multiple of q, but drafter {drafter} proposes point masses without a q: "
+            "use the rule token or match, or a drafter that reports log_q"
+        )
+    _check_rule(rule, vocab)
+
+
+def _check_rule(rule: verify.Rule, vocab: int) -> None:
+    try:
+        hash(rule)
+    except TypeError as error:
+        raise ValueError(f"rule {rule!r} is not hashable: make it a frozen dataclass") from error
+    missing = [name for name in ("accepts", "residual", "point_mass") if getattr(rule, name, None) is None]
+    if missing:
+        raise ValueError(f"rule {rule!r} lacks {', '.join(missing)}: see specjax.verify.Rule")
+    row, law = jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((2, vocab), jnp.float32)
+    accepts = jax.eval_shape(rule.accepts, row, row, row, law)
+    rest = jax.eval_shape(rule.residual, law, law)
+    if accepts.shape != (2,) or accepts.dtype != jnp.bool_:
+        raise ValueError(f"rule {rule!r}: accepts gives {accepts.dtype}{list(accepts.shape)}, must be bool [B]")
+    if rest.shape != law.shape:
+        raise ValueError(f"rule {rule!r}: residual gives {list(rest.shape)}, must be [B, V]")

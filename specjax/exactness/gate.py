@@ -1,0 +1,177 @@
+"""The enumeration gate: the law of the production walk, computed instead of sampled.
+
+`specjax.verify.walk` runs over every draft and every pattern of acceptances, with uniforms injected on
+both sides of each threshold; the threshold is found by bisection, so that no rule is taken at its word.
+Weighted with the drafts' probabilities and completed by the target, the result must be the target's
+joint law to rounding. It sees what no affordable sample can: a draft drawn in bf16 against a float32 q
+needs 10^7 samples, lenience 0.99 5 * 10^5.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import verify
+from specjax.types import Draft, Verdict
+
+Law = Callable[[tuple[int, ...]], np.ndarray]
+TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
+BISECTIONS = {"float64": 55, "float32": 30}
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """How drafts of a topology are drawn, and what is reported about it.
+
+    `drawn(ancestors, elder siblings)` is the law that a node is really drawn from, `reported` the law
+    that the drafter hands over (by default the same). `certain` reports no law at all.
+    """
+
+    parents: tuple[int, ...]
+    drawn: Callable[[tuple[int, ...], tuple[int, ...]], np.ndarray]
+    reported: Callable[[tuple[int, ...], tuple[int, ...]], np.ndarray] | None = None
+    certain: bool = False
+
+
+def chain(length: int, q: Law, reported: Law | None = None, certain: bool = False) -> Proposal:
+    """A chain whose every token is drawn from `q` of what stands before it."""
+    told = None if reported is None else lambda above, elder: reported(above)
+    return Proposal(tuple(range(-1, length - 1)), lambda above, elder: q(above), told, certain)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    tokens: np.ndarray  # [X, N]: every draft
+    weight: np.ndarray  # [X]: its probability
+    log_p: np.ndarray  # [X, N + 1, V]
+    log_q: np.ndarray | None
+
+
+def _grid(p: Law, proposal: Proposal, vocab: int) -> _Grid:
+    parents, nodes = proposal.parents, len(proposal.parents)
+    tokens, weight, rows_p, rows_q = [], [], [], []
+    for draft in itertools.product(range(vocab), repeat=nodes):
+        chance, row_q = 1.0, []
+        for i in range(nodes):
+            above, elder = _above(draft, parents, parents[i]), _elder(draft, parents, i)
+            chance *= proposal.drawn(above, elder)[draft[i]]
+            if chance == 0:
+                break
+            row_q.append((proposal.reported or proposal.drawn)(above, elder))
+        else:
+            tokens.append(draft)
+            weight.append(chance)
+            rows_p.append([p(_above(draft, parents, i)) for i in range(-1, nodes)])
+            rows_q.append(row_q)
+    with np.errstate(divide="ignore"):
+        log_q = None if proposal.certain else np.log(np.asarray(rows_q).reshape(len(tokens), nodes, vocab))
+        return _Grid(np.asarray(tokens, np.int32), np.asarray(weight), np.log(np.asarray(rows_p)), log_q)
+
+
+def _above(draft: tuple[int, ...], parents: tuple[int, ...], node: int) -> tuple[int, ...]:
+    return () if node < 0 else (*_above(draft, parents, parents[node]), draft[node])
+
+
+def _elder(draft: tuple[int, ...], parents: tuple[int, ...], node: int) -> tuple[int, ...]:
+    return tuple(draft[j] for j in range(node) if parents[j] == parents[node])
+
+
+def law_of(
+    rule: verify.Rule, p: Law, proposal: Proposal, vocab: int, dtype: str = "float64", walk: Callable[..., Verdict] = verify.walk
+) -> tuple[np.ndarray, float]:
+    """The joint law of one round's tokens, completed by the target, and the mean number accepted.
+
+    Args:
+      p: the target's law after a context.
+      walk: the walk under test; the production one unless a faulty one is to be shown.
+    """
+    nodes = len(proposal.parents)
+    grid = _grid(p, proposal, vocab)
+    patterns = np.array(list(itertools.product((False, True), repeat=nodes)), bool).reshape(-1, nodes)
+    drafts = len(grid.tokens)
+    repeat = functools.partial(np.repeat, repeats=len(patterns), axis=0)
+    with jax.enable_x64(dtype == "float64"):
+        draft = Draft(
+            jnp.asarray(repeat(grid.tokens)),
+            None if grid.log_q is None else jnp.asarray(repeat(grid.log_q), dtype),
+            jnp.full((len(patterns) * drafts,), nodes, jnp.int32),
+            cache=(),
+            state=(),
+            parents=None if proposal.parents == tuple(range(-1, nodes - 1)) else jnp.asarray(proposal.parents, jnp.int32),
+        )
+        log_p = jnp.asarray(repeat(grid.log_p), dtype)
+
+        def run(u: np.ndarray) -> Verdict:
+            return jax.device_get(_walk(walk, rule, log_p, draft, jnp.asarray(u, dtype)))
+
+        chance, verdict, monotone = _patterns(run, np.tile(patterns, (drafts, 1)), BISECTIONS[dtype], dtype)
+    accepted, path, law = verdict.accepted, verdict.path, verdict.law
+    if not monotone.all():
+        raise ValueError(
+            f"rule {rule!r}: `accepts` must be true exactly for uniforms below some threshold; "
+            "write it as u * q < p, so that its law can be computed"
+        )
+    weight, tokens = repeat(grid.weight) * chance, repeat(grid.tokens)
+    depth = 1 + max((len(_above(grid.tokens[0], proposal.parents, i)) for i in range(nodes)), default=0)
+    joint = np.zeros((vocab,) * depth)
+    rest = functools.cache(lambda prefix: target_joint(p, vocab, depth - len(prefix), prefix))
+    for row in np.flatnonzero(weight > 0):
+        taken = tuple(int(tokens[row, node]) for node in path[row, : accepted[row]])
+        for token in np.flatnonzero(law[row] > 0):
+            prefix = (*taken, int(token))
+            joint[prefix] += weight[row] * float(law[row, token]) * rest(prefix)
+    return joint, float(np.sum(weight * accepted))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _walk(walk: Callable[..., Verdict], rule: verify.Rule, log_p: jax.Array, draft: Draft, u: jax.Array) -> Verdict:
+    return walk(rule, log_p, draft, jnp.ones(draft.tokens.shape, bool), u)
+
+
+def _patterns(
+    run: Callable[[np.ndarray], Verdict], wanted: np.ndarray, bisections: int, dtype: str
+) -> tuple[np.ndarray, Verdict, np.ndarray]:
+    """Probability of each pattern of acceptances, the verdict it leads to, and whether thresholds are thresholds."""
+    rows, nodes = wanted.shape
+    u, chance, monotone = np.zeros(wanted.shape), np.ones(rows), np.ones(rows, bool)
+    almost_one = 1 - float(np.finfo(dtype).epsneg)
+
+    for node in range(nodes):
+
+        def accepts(value: np.ndarray | float, node: int = node) -> np.ndarray:
+            u[:, node] = value
+            return (run(u).path == node).any(1)
+
+        ever, always = accepts(0.0), accepts(almost_one)  # unreached or impossible nodes are never accepted
+        low, high = np.zeros(rows), np.ones(rows)
+        for _ in range(bisections):
+            inside = accepts((low + high) / 2)
+            low, high = np.where(inside, (low + high) / 2, low), np.where(inside, high, (low + high) / 2)
+        threshold = np.where(always, 1, np.where(ever, (low + high) / 2, 0))
+        for value in np.linspace(0.03, 0.97, 5):
+            monotone &= (np.abs(threshold - value) < 1e-3) | (accepts(value) == (value < threshold))
+        chance *= np.where(wanted[:, node], threshold, 1 - threshold)
+        u[:, node] = np.where(wanted[:, node] & ever, threshold / 2, np.minimum((1 + threshold) / 2, almost_one))
+    return chance, run(u), monotone
+
+
+def target_joint(p: Law, vocab: int, length: int, context: tuple[int, ...] = ()) -> np.ndarray:
+    """The target's own joint law of `length` tokens after `context`."""
+    if length == 0:
+        return np.ones(())
+    law = p(context)
+    return np.stack([law[x] * target_joint(p, vocab, length - 1, (*context, x)) for x in range(vocab)])
+
+
+def accepts_impossible(rule: verify.Rule) -> int:
+    """How many drafts of probability 0 are accepted at u = 0, the one value where `<` and `<=` differ."""
+    p = jnp.asarray([[0.0, 0.5, 0.5]], jnp.float32)
+    accepted = [rule.accepts(jnp.zeros(1), p[:, 0], jnp.full((1,), q, jnp.float32), p) for q in (1e-6, 0.3, 1.0)]
+    return int(sum(bool(choice[0]) for choice in accepted))

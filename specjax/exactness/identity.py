@@ -1,0 +1,85 @@
+"""Checks that need no statistics, or hardly any: the rule's law, the drafts' replay, the accepted counts."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+from scipy.stats import norm
+
+from specjax import verify
+from specjax.exactness import gate
+from specjax.exactness.sampler import Tally
+from specjax.exactness.statistics import Result
+from specjax.exactness.subjects import dirichlet_laws
+
+REPLAY_TOLERANCE = 1e-5
+"""Share of drafts that may not replay: two fusions of one program may round a law differently."""
+
+
+@functools.lru_cache(maxsize=64)
+def check_rule(rule: verify.Rule) -> tuple[dict[str, float], tuple[Result, ...]]:
+    """The enumeration gate on a small grid: a chain of two over three ids, and siblings, with zeros in the laws."""
+    differences, results = {}, []
+    for dtype, tolerance in gate.TOLERANCE.items():
+        worst = max(difference(rule, proposal, p, dtype) for p, proposal in grid())
+        differences[dtype] = worst
+        results.append(Result("identity", f"{dtype}, largest difference {worst:.1e}", worst, 0, float(worst <= tolerance)))
+        results[-1] = _certain(results[-1])
+    never = gate.accepts_impossible(rule)
+    results.append(_certain(Result("identity", "a draft of probability 0 at u = 0", never, 0, float(never == 0))))
+    return differences, tuple(results)
+
+
+def _certain(result: Result) -> Result:
+    return Result(result.test, result.where, result.statistic, result.degrees, result.p_value, result.p_value)
+
+
+def grid() -> list[tuple[gate.Law, gate.Proposal]]:
+    """Laws and drafts that every rule is enumerated on."""
+    target, draft = dirichlet_laws(3, 3, seed=7)
+    sparse = {context: np.where(law == law.min(), 0, law) for context, law in target.items()}
+    p = {context: law / law.sum() for context, law in sparse.items()}
+    q = draft.__getitem__
+    siblings = gate.Proposal((-1, -1), lambda above, elder: q(above))
+    return [(target.__getitem__, gate.chain(2, q)), (p.__getitem__, gate.chain(2, q)), (target.__getitem__, siblings)]
+
+
+def difference(rule: verify.Rule, proposal: gate.Proposal, p: gate.Law, dtype: str, **options: Any) -> float:
+    """Largest difference of a joint law from the target's."""
+    vocab = len(p(()))
+    law, _ = gate.law_of(rule, p, proposal, vocab, dtype, **options)
+    return float(np.abs(law - gate.target_joint(p, vocab, law.ndim)).max())
+
+
+def replay_results(tally: Tally) -> list[Result]:
+    """Whether each drafted token is what the round's key draws from the law reported for it.
+
+    A drafter may draw with other noise; then agreement is a matter of chance, sum q^2, and nothing
+    follows. Where agreement is far above it, the noise is the round's own, and every disagreement is a
+    draw from another law. This sees a law drawn in bfloat16, which no affordable sample can.
+    """
+    results = []
+    for position, drawn in enumerate(tally.drawn):
+        excess = tally.replayed[position] - tally.chance[position]
+        own = drawn > 0 and excess > 8 * math.sqrt(tally.spread[position] + 1)
+        missed = drawn - tally.replayed[position]
+        where = f"draft {position}: {int(missed):,} of {int(drawn):,} are not drawn from the law reported"
+        if own:
+            p_value = float(missed <= REPLAY_TOLERANCE * drawn)
+            results.append(Result("replay", where, float(missed), 0, p_value, p_value))
+    return results
+
+
+def efficiency(tally: Tally, index: int, where: str) -> list[Result]:
+    """Accepted drafts against sum min(p, q) over the drafts that were tested: their difference is a martingale."""
+    total, variance = float(tally.surplus[index]), float(tally.surplus_squared[index])
+    accepted = float((tally.accepted[index] * np.arange(tally.accepted.shape[1])).sum())
+    if variance < 1:
+        p_value = 1.0 if abs(total) < 1e-3 * max(1.0, accepted) else 0.0
+        return [Result("efficiency", f"{where}: nothing random", total, 1, p_value)]
+    z = total / math.sqrt(variance)
+    place = f"{where}: accepted minus sum min(p, q) is {total / tally.cells[index].sum():+.4f} a sequence"
+    return [Result("efficiency", place, z, 1, float(2 * norm.sf(abs(z))))]

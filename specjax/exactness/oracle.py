@@ -1,0 +1,101 @@
+"""The exact joint law of the first tokens, by enumeration: what every sample is compared with.
+
+All continuations of a prompt go through the target in one plain batch (no draft, no rollback) and
+`specjax.sampling.log_probs` makes the laws, as in decoding. Products are taken in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import sampling
+from specjax.types import Model, Params, Sampling
+
+MAX_CELLS = 4096
+
+
+class NotEnumerableError(ValueError):
+    """The joint law has too many cells; the message says which test to use instead."""
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Exact laws of `length` tokens over `vocab` ids.
+
+    `steps[t]` holds, for each of the `vocab ** t` prefixes, the law of the token that follows.
+    """
+
+    vocab: int
+    length: int
+    steps: tuple[np.ndarray, ...]
+
+    @property
+    def cells(self) -> np.ndarray:
+        """Probability of each continuation; the first token is the most significant digit."""
+        product = np.ones(1)
+        for step in self.steps:
+            product = (product[:, None] * step).reshape(-1)
+        return product
+
+    def stopped(self, end_id: int) -> Joint:
+        """The law of continuations that end with `end_id` and are filled up with it."""
+        steps = []
+        for depth, step in enumerate(self.steps):
+            digits = np.unravel_index(np.arange(len(step)), (self.vocab,) * depth) if depth else ()
+            over = np.any([digit == end_id for digit in digits], axis=0) if depth else np.zeros(1, bool)
+            steps.append(np.where(over[:, None], np.arange(self.vocab) == end_id, step))
+        return Joint(self.vocab, self.length, tuple(steps))
+
+    def tokens(self, cell: int) -> tuple[int, ...]:
+        """The continuation that a cell stands for."""
+        return tuple(int(i) for i in np.unravel_index(cell, (self.vocab,) * self.length))
+
+
+def check_enumerable(vocab: int, length: int) -> None:
+    """Refuse laws with more cells than can be tested."""
+    if vocab**length > MAX_CELLS:
+        raise NotEnumerableError(
+            f"{length} tokens of a vocabulary of {vocab} have {vocab**length:,} cells, more than {MAX_CELLS:,}: "
+            "test fewer tokens, or use specjax.exactness.check_large (probability-integral transform and "
+            "two-sample test), which needs no enumeration"
+        )
+
+
+def enumerate_joint(
+    model: Model, params: Params, prompt: Sequence[int], sampler: Sampling, length: int, vocab: int | None = None
+) -> Joint:
+    """The joint law of `length` tokens after `prompt`.
+
+    Args:
+      sampler: of one row.
+      vocab: ids that are counted (the first ones); by default all.
+    """
+    vocab = vocab or model.vocab_size
+    check_enumerable(vocab, length)
+    prefixes = np.array(list(itertools.product(range(vocab), repeat=length - 1)), np.int32).reshape(-1, length - 1)
+    tokens = np.concatenate([np.tile(np.asarray(prompt, np.int32), (len(prefixes), 1)), prefixes], 1)
+    laws = _laws(model, params, jnp.asarray(tokens), sampler, length)[..., :vocab]
+    steps = tuple(laws[:: vocab ** (length - 1 - t), t] for t in range(length))
+    return Joint(vocab, length, steps)
+
+
+def _laws(model: Model, params: Params, tokens: jax.Array, sampler: Sampling, length: int) -> np.ndarray:
+    wide = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], tokens.shape[:1]), sampler)
+    laws = np.asarray(_run(model, length, params, tokens, wide), np.float64)
+    return laws / laws.sum(-1, keepdims=True)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "length"))
+def _run(model: Model, length: int, params: Params, tokens: jax.Array, sampler: Sampling) -> jax.Array:
+    rows = tokens.shape[0]
+    cache = model.init_cache(rows, tokens.shape[1], jnp.float32)
+    out = model.forward(params, tokens, cache, jnp.zeros((rows,), jnp.int32))
+    logits = model.logits(params, out.hidden[:, -length:])[..., : model.vocab_size]
+    return jnp.exp(sampling.log_probs(logits, sampler))

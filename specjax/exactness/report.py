@@ -1,0 +1,163 @@
+"""The verdict: what was tested, how sure one can be, and what a failure looks like."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.exactness.statistics import POWER, Result
+
+PASS, FAIL, INCONCLUSIVE, APPROXIMATE = "PASS", "FAIL", "INCONCLUSIVE", "APPROXIMATE"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One context under one sampling setting: observed counts beside the exact law."""
+
+    name: str
+    law: np.ndarray
+    counts: np.ndarray
+    detectable: float  # total variation that the joint test catches with 99 % probability
+    accepted_per_round: float
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Distance of an approximate rule from the target, with 95 % intervals."""
+
+    name: str
+    tv_per_token: tuple[float, float, float]  # estimate, low, high
+    kl_per_token: tuple[float, float, float]  # in nats
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Where a failed test points to."""
+
+    where: str
+    tokens: tuple[tuple[int, float, float], ...]  # id, observed frequency, expected probability
+    total_variation: float
+    looks_like: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check` found. `str(report)` is the text that a reviewer can quote."""
+
+    verdict: str
+    subject: str
+    drafter: str
+    rule: str
+    proven: bool  # whether the rule is on the program's list of exact ones
+    settings: tuple[str, ...]
+    samples: int
+    tokens: int
+    alpha: float
+    detect: float
+    detectable: float
+    needed: int  # sequences that would reach `detect`
+    results: tuple[Result, ...]
+    gate: dict[str, float] = field(default_factory=dict)
+    cases: tuple[Case, ...] = ()
+    deviations: tuple[Deviation, ...] = ()
+    divergences: tuple[Divergence, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Nothing found, with the power that was asked for."""
+        return self.verdict == PASS
+
+    def strongest(self, count: int = 5) -> list[Result]:
+        """The results with the smallest adjusted p-values."""
+        return sorted(self.results, key=lambda result: (result.adjusted, result.p_value))[:count]
+
+    def killers(self) -> list[str]:
+        """Names of the tests that rejected."""
+        return sorted({result.test for result in self.results if result.adjusted <= self.alpha})
+
+    def __str__(self) -> str:
+        status = "on the list of exact rules" if self.proven else "not proven to keep the target's law"
+        if self.verdict == APPROXIMATE:
+            status = "approximate: it changes the target's law"
+        lines = [
+            f"{self.verdict}: drafter {self.drafter}, rule {self.rule} ({status})",
+            f"  law         joint law of {self.tokens} tokens of {self.subject}, by enumeration",
+            f"  settings    {'; '.join(self.settings)}",
+            f"  samples     {self.samples:,} sequences through prefill, rounds and rollback, {self.seconds:.0f} s",
+            f"  level       {self.alpha:g} for the whole family of {len(self.results)} tests",
+            f"  power       a total variation of {self.detectable:.4f} is caught with {POWER:.0%} probability "
+            f"(asked: {self.detect:g}), wherever it lies among pooled cells",
+        ]
+        if self.verdict == INCONCLUSIVE:
+            lines.append(f"  too few samples: {self.needed:,} sequences would reach {self.detect:g}")
+        if self.gate:
+            worst = ", ".join(f"{name} {value:.1e}" for name, value in self.gate.items())
+            lines.append(f"  enumeration largest difference of the rule's law from the target's: {worst}")
+        lines.append("  p-values    smallest of each test, after correction:")
+        for test in dict.fromkeys(result.test for result in self.results):
+            best = min((r for r in self.results if r.test == test), key=lambda r: (r.adjusted, r.p_value))
+            mark = "REJECTED" if best.adjusted <= self.alpha else "ok"
+            lines.append(f"    {test:<13} {best.adjusted:<9.3g} {mark:<9} {best.where}")
+        for divergence in self.divergences:
+            tv, kl = divergence.tv_per_token, divergence.kl_per_token
+            lines.append(
+                f"  divergence  {divergence.name}: TV per token {tv[0]:.4f} [{tv[1]:.4f}, {tv[2]:.4f}], "
+                f"KL per token {kl[0]:.5f} [{kl[1]:.5f}, {kl[2]:.5f}] nats"
+            )
+        for deviation in self.deviations:
+            tokens = ", ".join(f"{t}: {seen:.4f} for {law:.4f}" for t, seen, law in deviation.tokens)
+            lines.append(f"  deviation   {deviation.where}: TV {deviation.total_variation:.4f} ({tokens})")
+            lines.append(f"    looks like {deviation.looks_like}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON types."""
+        return json.loads(json.dumps(dataclasses.asdict(self), default=_plain))
+
+    def save(self, path: str | Path) -> tuple[Path, Path]:
+        """Write `path` (JSON) and, beside it, the picture (PNG)."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        picture = path.with_suffix(".png")
+        plot(self, picture)
+        return path, picture
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value.item()
+
+
+def plot(report: Report, path: Path) -> None:
+    """Observed against expected frequencies of every cell, with the 99 % band of each."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.2 * max(1, min(3, len(report.cases))), 4.2))
+    FigureCanvasAgg(figure)
+    shown = report.cases[:3]
+    for index, case in enumerate(shown):
+        axes = figure.add_subplot(1, len(shown), index + 1)
+        total, kept = case.counts.sum(), case.law > 0
+        law, seen = case.law[kept], case.counts[: len(case.law)][kept] / total
+        order = np.argsort(law)
+        band = 2.576 * np.sqrt(law * (1 - law) / total)
+        axes.fill_between(
+            law[order], np.maximum(law - band, 0.3 / total)[order], (law + band)[order],
+            color="#b8cbe0", label="99 % band of a cell", linewidth=0,
+        )  # fmt: skip
+        axes.plot(law, np.maximum(seen, 0.3 / total), ".", color="#1f3b5c", markersize=3, label="observed")
+        axes.set(xscale="log", yscale="log", xlabel="expected probability", title=case.name)
+        axes.title.set_fontsize(8)
+        if index == 0:
+            axes.set_ylabel("observed frequency")
+            axes.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{report.verdict}: {report.drafter}, {report.rule}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)

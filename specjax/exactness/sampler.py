@@ -1,0 +1,193 @@
+"""Counting continuations: the whole decoding loop over large batches, inside one compiled function.
+
+A batch mixes sampling settings, prompts of several lengths and contexts; each row's continuation falls
+into a cell of its case. Nothing but counts leaves the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from specjax import decode, sampling
+from specjax.exactness.subjects import Subject
+from specjax.types import Params, Sampling
+
+BATCH = 1 << 14
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way of sampling, as the command line spells it."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    weight: int = 1  # share of a batch
+
+    def __str__(self) -> str:
+        parts = [f"temperature {self.temperature:g}"]
+        for name in ("top_k", "top_p", "min_p"):
+            value = getattr(self, name)
+            if value != (1.0 if name == "top_p" else 0):
+                parts.append(f"{name.replace('_', '-')} {value:g}")
+        return ", ".join(parts)
+
+    def sampler(self) -> Sampling:
+        """For one row."""
+        return sampling.make_sampling(1, self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tally:
+    """What a batch of sequences is reduced to; one row a case."""
+
+    cells: Int[Array, "C M"]  # the last column: continuations with an id that isn't counted, or cut short
+    accepted: Int[Array, "C K+1"]  # histogram of the first round's accepted drafts
+    surplus: Float[Array, "C"]  # sum over sequences of (accepted - overlap)
+    surplus_squared: Float[Array, "C"]
+    overlap: Float[Array, "C"]
+    drawn: Float[Array, "K"]  # drafts of the first round at each position, all cases together
+    replayed: Float[Array, "K"]  # of these, drafts that the round's noise draws again from the reported law
+    chance: Float[Array, "K"]  # how many would agree if their noise were another
+    spread: Float[Array, "K"]  # variance of the latter
+
+
+Loop = Callable[[decode.Program, Params, Params, decode.State], decode.State]
+
+
+@dataclass(frozen=True)
+class Cases:
+    """The rows of a batch: every prompt under every setting. `case` numbers (context, setting)."""
+
+    tokens: np.ndarray
+    length: np.ndarray
+    case: np.ndarray
+    sampler: Sampling
+    count: int
+
+
+def make_cases(subject: Subject, settings: Sequence[Setting], new_tokens: int, batch: int = BATCH) -> Cases:
+    """Lay out a batch. Each context has as many rows as every other, up to rounding."""
+    longest = max(map(len, subject.contexts))
+    rows = [
+        (context * len(settings) + index, prompt, setting)
+        for index, setting in enumerate(settings)
+        for context, prompts in enumerate(subject.contexts)
+        for prompt in (prompts * longest * setting.weight)[: longest * setting.weight]
+    ]
+    rows = [rows[i % len(rows)] for i in range(batch)]
+    tokens = np.zeros((batch, max(len(prompt) for _, prompt, _ in rows) + new_tokens), np.int32)
+    for row, (_, prompt, _) in enumerate(rows):
+        tokens[row, : len(prompt)] = prompt
+    columns = {
+        name: [getattr(setting, name) for _, _, setting in rows] for name in ("temperature", "top_k", "top_p", "min_p")
+    }
+    return Cases(
+        tokens,
+        np.array([len(prompt) for _, prompt, _ in rows], np.int32),
+        np.array([case for case, _, _ in rows], np.int32),
+        sampling.make_sampling(batch, **columns),
+        len(subject.contexts) * len(settings),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("program", "loop", "new_tokens", "vocab", "cases"))
+def tally_batch(
+    program: decode.Program,
+    loop: Loop,
+    params: Params,
+    drafter_params: Params,
+    tokens: Int[Array, "B T"],
+    length: Int[Array, "B"],
+    case: Int[Array, "B"],
+    sampler: Sampling,
+    key: Key[Array, ""],
+    end_id: Int[Array, "1"],
+    *,
+    new_tokens: int,
+    vocab: int,
+    cases: int,
+) -> Tally:
+    """Decode `new_tokens` in every row and count."""
+    batch = tokens.shape[0]
+    state = decode.start(
+        program, params, drafter_params, tokens, length, length + new_tokens, jax.random.split(key, batch),
+        end_id, sampler, cache_dtype=jnp.float32,
+    )  # fmt: skip
+    replay = _replay(program, params, drafter_params, state)
+    state = loop(program, params, drafter_params, state)
+    index = length[:, None] + jnp.arange(new_tokens, dtype=jnp.int32)[None]
+    new = jnp.take_along_axis(state.tokens, index, 1)
+    ended = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1) == end_id[None]
+    new = jnp.where(ended & (index >= state.length[:, None]), end_id[None], new)
+    whole = (state.length == length + new_tokens) | ended[:, 0]
+    counted = jnp.all((new >= 0) & (new < vocab), 1) & whole & ~state.bad
+    code = jnp.zeros((batch,), jnp.int32)
+    for position in range(new_tokens):
+        code = code * vocab + new[:, position]
+    code = jnp.where(counted, code, vocab**new_tokens)
+
+    counts = state.counts
+    surplus = (counts.accepted.astype(jnp.float32) - counts.overlap).sum(1)
+    add = functools.partial(jax.ops.segment_sum, segment_ids=case, num_segments=cases)
+    cells = jnp.zeros((cases, vocab**new_tokens + 1), jnp.int32).at[case, code].add(1)
+    most = program.drafter.num_speculative_tokens
+    accepted = jnp.zeros((cases, most + 1), jnp.int32).at[case, jnp.clip(counts.accepted[:, 0], 0, most)].add(1)
+    return Tally(cells, accepted, add(surplus), add(surplus**2), add(counts.overlap.sum(1)), *replay)
+
+
+def _replay(
+    program: decode.Program, params: Params, drafter_params: Params, state: decode.State
+) -> tuple[Array, Array, Array, Array]:
+    """Whether the first round's drafts are what its keys draw from the laws reported for them."""
+    draft = decode.propose(program, params, drafter_params, state)
+    nodes = draft.tokens.shape[1]
+    if draft.log_q is None or nodes == 0:
+        return (jnp.zeros((nodes,), jnp.float32),) * 4
+    keys = sampling.fold(sampling.fold(state.keys, state.round), sampling.DRAFT)
+    laws, steps = jnp.swapaxes(draft.log_q, 0, 1), jnp.arange(nodes, dtype=jnp.int32)
+    again = jax.lax.map(lambda node: sampling.draw(sampling.fold(keys, node[0]), node[1]), (steps, laws)).T
+    real = (jnp.arange(nodes, dtype=jnp.int32)[None] < draft.count[:, None]).astype(jnp.float32)
+    chance = jnp.exp(2 * draft.log_q).sum(-1)
+    same = (again == draft.tokens).astype(jnp.float32)
+    return real.sum(0), (real * same).sum(0), (real * chance).sum(0), (real * chance * (1 - chance)).sum(0)
+
+
+def sample(
+    program: decode.Program,
+    subject: Subject,
+    drafter_params: Params,
+    settings: Sequence[Setting],
+    *,
+    new_tokens: int,
+    samples: int,
+    seed: int,
+    batch: int = BATCH,
+    loop: Loop = decode.run,
+    end_id: int = -1,
+) -> Iterator[Tally]:
+    """Running totals, one after each batch, until at least `samples` sequences were drawn.
+
+    After `end_id` a continuation is filled up with it: the cell of a sequence that ended.
+    """
+    cases = make_cases(subject, settings, new_tokens, batch)
+    device = jax.tree.map(jnp.asarray, (cases.tokens, cases.length, cases.case, cases.sampler))
+    total = None
+    for number in range(-(-samples // batch)):
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        got = tally_batch(
+            program, loop, subject.params, drafter_params, *device, key, jnp.full((1,), end_id, jnp.int32),
+            new_tokens=new_tokens, vocab=subject.tokens, cases=cases.count,
+        )  # fmt: skip
+        got = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), got)
+        total = got if total is None else jax.tree.map(np.add, total, got)
+        yield total

@@ -18,7 +18,7 @@ from jaxtyping import Array, Key, PyTree
 
 from specjax import decode, weights
 from specjax.drafter import Drafter, draft_chain
-from specjax.model import Llama
+from specjax.model import PRESETS, Llama
 from specjax.types import Draft, Keys, Model, Params, Target
 
 
@@ -27,7 +27,7 @@ class External(Drafter):
     """a smaller model of the same tokenizer (by default a depth-pruned, untrained copy of the target)"""
 
     num_speculative_tokens: int = 4
-    checkpoint: str = ""  # as `--target`: a path, a named source or a hub id
+    checkpoint: str = ""  # as `--target`: a path, a named source or a hub id (or a preset, for accounting)
     keep_layers: int = 0  # without a checkpoint: layers kept of the target, evenly spaced; 0: half
 
     @property
@@ -38,7 +38,7 @@ class External(Drafter):
     def model(self, target: Model) -> Model:
         """The drafter's own decoder."""
         if self.checkpoint:
-            return Llama(weights.open_checkpoint(self.checkpoint).config)
+            return Llama(PRESETS.get(self.checkpoint) or weights.open_checkpoint(self.checkpoint).config)
         assert isinstance(target, Llama)
         return Llama(dataclasses.replace(target.config, num_layers=len(self.kept(target))))
 

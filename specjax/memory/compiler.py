@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from specjax import decode
-from specjax.memory.shapes import state_shapes, structs
+from specjax.memory.state import state_shapes, structs
 from specjax.types import Params
 
 

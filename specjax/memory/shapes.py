@@ -25,14 +25,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode, sampling
+from specjax import decode
 from specjax.drafter import Nothing
-from specjax.engine import MAX_END_IDS
 from specjax.memory import working
-from specjax.types import Counts, Params, Target
+from specjax.memory.state import state_shapes, structs
+from specjax.memory.working import PHASES
+from specjax.types import Params
 
 GROUPS = ("weights", "kv", "state", "buffers")
-PHASES = ("draft", "verify", "commit")
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ def account(
     capacity: int,
     cache_dtype: Any,
     size: Size = nbytes,
+    backend: str | None = None,
 ) -> Account:
     """The account of one strategy.
 
@@ -112,53 +113,16 @@ def account(
       batch: rows that are decoded together.
       capacity: cache slots a row: committed tokens and the speculative window.
       size: bytes of an array on one device, where arrays are partitioned.
+      backend: `cpu`, `gpu` or `tpu`; this one's by default. A CPU keeps float32 copies of what it multiplies.
     """
     _check(program, batch, capacity)
     plain = decode.Program(program.model, Nothing(), program.rule)
     options: dict[str, Any] = {"batch": batch, "capacity": capacity, "cache_dtype": cache_dtype, "size": size}
+    options["backend"] = backend or jax.default_backend()
     baseline = _components(plain, params, (), **options)
     if isinstance(program.drafter, Nothing):
         return Account(baseline, baseline)
     return Account(_components(program, params, drafter_params, **options), baseline)
-
-
-def state_shapes(
-    program: decode.Program, params: Params, drafter_params: Params, *, batch: int, capacity: int, cache_dtype: Any
-) -> decode.State:
-    """The batch's `decode.State` as `jax.ShapeDtypeStruct`s: those that `decode.start` returns.
-
-    Only what depends on the model or the drafter is traced; a whole prefill would take seconds.
-    """
-    model, taps = program.model, program.drafter.hidden_layers
-    params, drafter_params = structs(params), structs(drafter_params)
-    integers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    tokens, row = integers((batch, capacity)), integers((batch,))
-    cache = jax.eval_shape(lambda: model.init_cache(batch, capacity, jnp.dtype(cache_dtype)))
-    hidden: tuple[Any, ...] = ()
-    if taps:
-        run = functools.partial(model.forward, taps=taps)
-        tapped = jax.eval_shape(run, params, integers((batch, 1)), cache, row).taps
-        hidden = tuple(jax.ShapeDtypeStruct((batch, 1, capacity, tap.shape[-1]), tap.dtype) for tap in tapped)
-    sampler = jax.eval_shape(lambda: sampling.make_sampling(batch))
-    target = Target(model, params, cache, tokens, row, hidden, sampler)
-    drafter = jax.eval_shape(program.drafter.init, drafter_params, target)
-    flag, log = jax.ShapeDtypeStruct((batch,), jnp.bool), jax.ShapeDtypeStruct((batch, capacity), jnp.bool)
-    counts = Counts(tokens, tokens, tokens, tokens, jax.ShapeDtypeStruct(tokens.shape, jnp.float32), log)
-    keys = jax.eval_shape(lambda: sampling.row_keys(0, range(batch)))
-    ends = integers((MAX_END_IDS,))
-    return decode.State(tokens, row, row, flag, flag, keys, row, ends, sampler, cache, hidden, drafter, counts)
-
-
-def structs(tree: Any) -> Any:
-    """The shapes of a tree of arrays (or of shapes); a sharding is kept."""
-    return jax.tree.map(
-        lambda leaf: (
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
-            if not isinstance(leaf, jax.ShapeDtypeStruct)
-            else leaf
-        ),
-        tree,
-    )
 
 
 def is_cache(node: Any) -> bool:
@@ -183,11 +147,12 @@ def _components(
     capacity: int,
     cache_dtype: Any,
     size: Size,
+    backend: str,
 ) -> tuple[Component, ...]:
     shared = {id(leaf) for leaf in jax.tree.leaves(params)}
     own = [(path, leaf) for path, leaf in _flat(drafter_params) if id(leaf) not in shared]
     leaves, tree = jax.tree.flatten((structs(params), structs(drafter_params)))
-    state, round_ = _trace(program, tree, tuple(leaves), batch, capacity, jnp.dtype(cache_dtype))
+    state, round_ = _trace(program, tree, tuple(leaves), batch, capacity, jnp.dtype(cache_dtype), backend)
     nodes = round_.draft.tokens.shape[1]
     cache_bytes = _sum(size, "kv", _flat(state.cache))
     window_bytes = cache_bytes * nodes // capacity
@@ -214,12 +179,18 @@ def _components(
 
 @functools.lru_cache(maxsize=64)
 def _trace(
-    program: decode.Program, tree: Any, leaves: tuple[Any, ...], batch: int, capacity: int, cache_dtype: Any
+    program: decode.Program,
+    tree: Any,
+    leaves: tuple[Any, ...],
+    batch: int,
+    capacity: int,
+    cache_dtype: Any,
+    backend: str,
 ) -> tuple[decode.State, working.Round]:
     """The traced part, kept: strategies share their baseline, and devices and meshes share all of it."""
     params, drafter_params = jax.tree.unflatten(tree, leaves)
     state = state_shapes(program, params, drafter_params, batch=batch, capacity=capacity, cache_dtype=cache_dtype)
-    return state, working.trace(program, params, drafter_params, state)
+    return state, working.trace(program, params, drafter_params, state, backend)
 
 
 def _flat(tree: Any) -> list[tuple[Any, Any]]:

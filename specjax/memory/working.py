@@ -20,6 +20,8 @@ from jax.extend import core
 from specjax import decode
 from specjax.types import Draft, Params
 
+PHASES = ("draft", "verify", "commit")
+
 
 @dataclass(frozen=True)
 class Products:
@@ -43,7 +45,7 @@ class Round:
     buffers: tuple[Buffer, ...]
 
 
-def trace(program: decode.Program, params: Params, drafter_params: Params, state: decode.State) -> Round:
+def trace(program: decode.Program, params: Params, drafter_params: Params, state: decode.State, backend: str) -> Round:
     """Trace a round's two halves."""
     weights = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((params, drafter_params)) if leaf.ndim == 2}
     vocab = program.model.vocab_size
@@ -63,10 +65,14 @@ def trace(program: decode.Program, params: Params, drafter_params: Params, state
     )
     for phase, found in (("draft", drafting), ("verify", verifying)):
         buffers += (
-            (f"attention scores, {phase}", "scores", found.scores, 1, (phase,)),
+            (f"attention scores, {phase}", "scores", found.scores, 2, (phase,)),  # scores, and their softmax
             (f"features, {phase}", "features", found.features, 1, (phase,)),
-            (f"dequantised weights, {phase}", "dequantised", found.repeated or found.converted, 1, (phase,)),
         )
+        if backend == "cpu":
+            held = PHASES if found.repeated else (phase,)
+            buffers += ((f"dequantised weights, {phase}", "dequantised", found.repeated or found.converted, 1, held),)
+    if backend == "cpu":
+        buffers += (("float32 copies", "copies", _widened((params, drafter_params, state)), 1, PHASES),)
     return Round(draft, buffers)
 
 
@@ -89,6 +95,12 @@ def _products(
     total = sum(int(np.prod(leaf.shape)) for leaf in repeated.values())
     whole = jax.ShapeDtypeStruct((total,), converted[0].dtype) if repeated else None
     return Products(_biggest(scores), _biggest(features), _biggest(converted), whole), result
+
+
+def _widened(tree: Any) -> Any:
+    """All 16-bit floats as one float32 array: a CPU multiplies in float32, and widens what does not change once."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.dtype in (jnp.bfloat16, jnp.float16)]
+    return jax.ShapeDtypeStruct((sum(int(np.prod(leaf.shape)) for leaf in leaves),), jnp.float32) if leaves else None
 
 
 def _biggest(arrays: list[Any]) -> Any:

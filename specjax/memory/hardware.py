@@ -1,0 +1,122 @@
+"""Devices as data: sizes and rates, each with its source.
+
+Rates are peaks per device as the maker states them, dense, without sparsity. A TPU v4 or v7 chip shows
+its two cores as two devices, each with half of the chip's memory and rates: entries are per device, as
+the program sees it. `usable_bytes` is what the device's compiler lets a program have, read from its own
+refusal of a larger one (libtpu 0.0.52); where there is no such figure it is `None`, and all of
+`hbm_bytes` is taken, which is too much by what the runtime keeps for itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+GB, GiB, TERA = 10**9, 2**30, 10**12
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator. `None` is unknown."""
+
+    name: str
+    platform: str  # "tpu" or "gpu"
+    hbm_bytes: int
+    bandwidth_bytes_per_s: float
+    bf16_flop_per_s: float
+    fp8_flop_per_s: float | None
+    link_bytes_per_s: float | None  # to its neighbours, all links together, one direction
+    source: str
+    usable_bytes: int | None = None
+    topology: str | None = None  # the ahead-of-time compiler's name
+    devices_per_chip: int = 1
+    host_bytes_per_s: float | None = None  # to host memory, one direction
+
+    @property
+    def limit_bytes(self) -> int:
+        """What a program may use."""
+        return self.usable_bytes or self.hbm_bytes
+
+
+_TPU = "cloud.google.com/tpu/docs/"
+_SCALING = "; jax-ml.github.io/scaling-book/tpus (bandwidths)"
+PCIE4, PCIE5 = 32e9, 64e9
+"""16 lanes, one direction, before protocol overhead: PCI-SIG base specifications 4.0 and 5.0."""
+NVME_BYTES_PER_S = 7e9
+"""A PCIe 4.0 x4 drive, sequential reading: 8 GB/s of the link less overhead (a default, not a measurement)."""
+
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        Device("tpu-v4", "tpu", 16 * GiB, 0.6e12, 137.5e12, None, 135e9, _TPU + "v4" + _SCALING,
+               int(15.25 * GiB), "v4", 2),
+        Device("tpu-v5e", "tpu", 16 * GiB, 0.819e12, 197e12, None, 180e9, _TPU + "v5e" + _SCALING,
+               int(15.75 * GiB), "v5e"),
+        Device("tpu-v5p", "tpu", 96 * GiB, 2.765e12, 459e12, 459e12, 540e9, _TPU + "v5p" + _SCALING,
+               int(95.73 * GiB), "v5p"),
+        Device("tpu-v6e", "tpu", 32 * GiB, 1.638e12, 918e12, 918e12, 360e9, _TPU + "v6e" + _SCALING,
+               int(31.24 * GiB), "v6e"),
+        Device("tpu-v7", "tpu", 96 * GiB, 3.69e12, 1153.5e12, 2307e12, None, _TPU + "tpu7x" + _SCALING,
+               int(94.74 * GiB), "tpu7x", 2),
+        Device("a100", "gpu", 80 * GB, 2.039e12, 312e12, None, 300e9,
+               "NVIDIA A100 datasheet, SXM 80 GB", host_bytes_per_s=PCIE4),
+        Device("h100", "gpu", 80 * GB, 3.35e12, 989e12, 1979e12, 450e9,
+               "NVIDIA H100 datasheet, SXM", topology="h100", host_bytes_per_s=PCIE5),
+        Device("h200", "gpu", 141 * GB, 4.8e12, 989e12, 1979e12, 450e9,
+               "NVIDIA H200 datasheet, SXM", topology="h200", host_bytes_per_s=PCIE5),
+        Device("b200", "gpu", 180 * GB, 8.0e12, 2250e12, 4500e12, 900e9,
+               "NVIDIA DGX B200 datasheet, an eighth of it", host_bytes_per_s=PCIE5),
+        Device("mi300x", "gpu", 192 * GB, 5.3e12, 1307e12, 2615e12, 448e9,
+               "AMD Instinct MI300X datasheet", host_bytes_per_s=PCIE5),
+        Device("mi355x", "gpu", 288 * GB, 8.0e12, 2500e12, 5000e12, 538e9,
+               "AMD Instinct MI355X datasheet", host_bytes_per_s=PCIE5),
+        Device("rtx-4090", "gpu", 24 * GiB, 1.008e12, 165.2e12, 330.3e12, None,
+               "NVIDIA Ada GPU architecture whitepaper, appendix A", host_bytes_per_s=PCIE4),
+    )
+}  # fmt: skip
+
+
+def find(name: str) -> Device:
+    """The device of that name.
+
+    Raises:
+      ValueError: an unknown name, with the known ones.
+    """
+    if name not in DEVICES:
+        raise ValueError(f"unknown device {name!r}: choose from {', '.join(DEVICES)}")
+    return DEVICES[name]
+
+
+def chips(mesh: str) -> int:
+    """Chips of a mesh such as `2x2x2`, a TPU's physical shape or, for GPUs, a plain number.
+
+    Raises:
+      ValueError: what is not positive numbers joined by x.
+    """
+    try:
+        sizes = [int(part) for part in mesh.lower().split("x")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"mesh {mesh!r}: give positive sizes joined by x, as 2x2x2")
+    return math.prod(sizes)
+
+
+GPU_TARGETS: dict[str, str] = {
+    name: f"""gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth} l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: {memory} shared_memory_per_block_optin: 232448
+  cuda_compute_capability {{ major: 9 minor: 0 }} registers_per_core_limit: 65536
+  registers_per_block_limit: 65536 }}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} runtime_version {{ major: 13 }}
+device_description_str: "{description}" """
+    for name, bandwidth, memory, description in (
+        ("h100", 3_352_320_000_000, 84_978_434_048, "NVIDIA H100 80GB HBM3"),
+        ("h200", 4_800_000_000_000, 150_000_000_000, "NVIDIA H200"),
+    )
+}
+"""What XLA must know of a GPU that is not there. The H100's as its driver reports it; the H200 is the same chip
+with other memory (datasheet)."""

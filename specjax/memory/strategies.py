@@ -1,0 +1,98 @@
+"""A strategy to be accounted for, from text: target preset, drafter and sizes, with weights as shapes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax import decode
+from specjax import drafter as drafters
+from specjax.drafter import Drafter
+from specjax.memory.shapes import Account, Size, account, nbytes
+from specjax.model import PRESETS, Llama, ModelConfig
+from specjax.types import Params
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What is decoded and how: plain values, so that it can be sent to another process.
+
+    `drafter` is a name or file as `--drafter` takes it, or `external:PRESET`, or with fields as
+    `fp8:kv=own,num_speculative_tokens=3`. `window` 0 leaves the drafter's own default.
+    """
+
+    target: str
+    drafter: str
+    batch: int
+    context: int
+    window: int = 0
+    dtype: str = "bfloat16"
+    cache_dtype: str = ""  # empty: as dtype
+
+    @property
+    def model(self) -> Llama:
+        """The target's decoder."""
+        return Llama(preset(self.target))
+
+    def shapes(self) -> tuple[decode.Program, Params, Params]:
+        """The program, the target's weights and the drafter's, as shapes."""
+        return _shapes(self.target, self.drafter, self.window, self.dtype)
+
+    def options(self) -> dict[str, Any]:
+        """Sizes, as the functions of `specjax.memory` take them."""
+        cache_dtype = jnp.dtype(self.cache_dtype or self.dtype)
+        return {"batch": self.batch, "capacity": self.context, "cache_dtype": cache_dtype}
+
+    def account(self, size: Size = nbytes, backend: str = "tpu") -> Account:
+        """Its account, for an accelerator that is not here."""
+        return account(*self.shapes(), **self.options(), size=size, backend=backend)
+
+    def asdict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def preset(name: str) -> ModelConfig:
+    """Sizes of a published model.
+
+    Raises:
+      ValueError: an unknown name, with the known ones.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"no sizes for target {name!r}: choose from {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def build(spec: str, window: int = 0) -> Drafter:
+    """A drafter from its text; see `Strategy`."""
+    settings: dict[str, str] = {}
+    if not spec.partition(":")[0].endswith(".py"):
+        spec, _, fields = spec.partition(":")
+        for field in filter(None, fields.split(",")):
+            name, equals, value = field.partition("=")
+            settings |= {name: value} if equals else {"checkpoint": name}
+    if spec == "external" and "checkpoint" in settings:
+        preset(settings["checkpoint"])
+    if window and spec != "none":
+        settings.setdefault("num_speculative_tokens", str(window))
+    return drafters.load(spec, settings)
+
+
+@functools.lru_cache(maxsize=64)
+def _shapes(target: str, spec: str, window: int, dtype: str) -> tuple[decode.Program, Params, Params]:
+    model, drafter = Llama(preset(target)), build(spec, window)
+    drafter.check(model)
+    params = _cast(model.shapes(), dtype)
+    if getattr(drafter, "checkpoint", "") in PRESETS:  # weights that need not exist
+        own = _cast(Llama(PRESETS[drafter.checkpoint]).shapes(), dtype)  # type: ignore[attr-defined]
+    else:
+        own = jax.eval_shape(lambda key, weights: drafter.params(key, model, weights), jax.random.key(0), params)
+    return decode.Program(model, drafter), params, own
+
+
+def _cast(tree: Params, dtype: str) -> Params:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), tree)

@@ -1,0 +1,112 @@
+"""How a round is partitioned over devices: rules for weights, cache and laws, and the bytes that follow.
+
+A mesh has three axes: `data` splits rows; `heads` and `group` together split a model. Key/value heads are
+split over `heads` alone, the largest part of the mesh that divides them; over `group` they are repeated,
+and only query heads, features and the vocabulary are split. A dimension that its axes do not divide is
+not split at all: every device holds the whole of it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+MODEL = ("heads", "group")
+
+_WEIGHTS: dict[str, tuple[Any, ...]] = {
+    "q_proj": (MODEL, None),
+    "k_proj": ("heads", None),
+    "v_proj": ("heads", None),
+    "o_proj": (None, MODEL),
+    "gate_proj": (MODEL, None),
+    "up_proj": (MODEL, None),
+    "down_proj": (None, MODEL),
+    "embed_tokens": (MODEL, None),
+    "lm_head": (MODEL, None),
+}
+"""Axes of each `[out, in]` matrix, by the module's name; what is not named is repeated on every device."""
+
+_ARRAYS: dict[str, tuple[Any, ...]] = {
+    "kv": ("data", "heads", None, None),
+    "scores": ("data", "heads"),
+    "law": ("data", None, MODEL),
+    "mask": ("data",),
+    "hidden": ("data",),
+    "state": ("data",),
+    "features": (MODEL, "data", None),
+    "dequantised": (MODEL, None),
+}
+"""Axes of every other array, by the kind that the accountant gives it."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh's axes."""
+
+    data: int = 1
+    heads: int = 1
+    group: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Devices in the mesh."""
+        return self.data * self.heads * self.group
+
+    def spec(self, kind: str, path: Any, leaf: Any) -> PartitionSpec:
+        """The axes that split an array; an axis that does not divide its dimension is left out."""
+        axes = _weight_axes(path, leaf.ndim) if kind == "weights" else _ARRAYS.get(kind, ())
+        if kind == "state" and "end_ids" in jax.tree_util.keystr(path):
+            axes = ()  # shared by all rows
+        axes = (*axes, *(None,) * leaf.ndim)[: leaf.ndim]
+        return PartitionSpec(
+            *(axis if size % self.parts(axis) == 0 else None for axis, size in zip(axes, leaf.shape, strict=True))
+        )
+
+    def parts(self, axis: Any) -> int:
+        """Into how many parts an axis, a group of axes or `None` splits a dimension."""
+        names = (axis,) if isinstance(axis, str) else axis or ()
+        return math.prod(getattr(self, name) for name in names)
+
+    def size(self, kind: str, path: Any, leaf: Any) -> int:
+        """Bytes of an array on one device (`specjax.memory.account` takes this as `size`)."""
+        from specjax.memory.shapes import nbytes
+
+        return nbytes(kind, path, leaf) // math.prod(self.parts(axis) for axis in self.spec(kind, path, leaf))
+
+    def mesh(self, devices: Any) -> Mesh:
+        """The mesh over real devices, or over a topology's."""
+        grid = np.asarray(devices, dtype=object)[: self.devices].reshape(self.data, self.heads, self.group)
+        return Mesh(grid, ("data", "heads", "group"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+
+    def place(self, mesh: Mesh, kind: str, tree: Any) -> Any:
+        """The tree's shapes, each with its sharding."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, self.spec(kind, path, leaf))
+            ),
+            tree,
+        )
+
+
+def layout(devices: int, kv_heads: int, *, data: int = 1) -> Layout:
+    """Split `devices` into `data` copies of the model, each over the rest.
+
+    Raises:
+      ValueError: a number of devices that `data` does not divide.
+    """
+    if data < 1 or devices % data:
+        raise ValueError(f"data={data}: must divide the mesh of {devices} devices")
+    model = devices // data
+    heads = math.gcd(model, kv_heads)
+    return Layout(data, heads, model // heads)
+
+
+def _weight_axes(path: Any, ndim: int) -> tuple[Any, ...]:
+    names = [str(getattr(key, "key", key)) for key in path]
+    axes = next((_WEIGHTS[name] for name in names if name in _WEIGHTS), ())
+    return axes if ndim == 2 else axes[:ndim]  # a scale or a bias goes with the output channels

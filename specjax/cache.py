@@ -31,8 +31,8 @@ def init_cache(layers: int, batch: int, heads: int, slots: int, width: int, dtyp
 
 
 def write(
-    slots: Float[Array, "B G T D"], rows: Float[Array, "B G S D"], start: Int[Array, "B"]
-) -> Float[Array, "B G T D"]:
+    slots: Float[Array, "B G T W"], rows: Float[Array, "B G S W"], start: Int[Array, "B"]
+) -> Float[Array, "B G T W"]:
     """Write `rows` at slots `start .. start + S - 1` of each row; what lies outside of the cache is dropped.
 
     `dynamic_update_slice` would clamp instead, and overwrite committed slots at the end of the cache.
@@ -53,7 +53,7 @@ def commit_path(cache: Cache, start: Int[Array, "B"], path: Int[Array, "B K"]) -
     """
     source = start[:, None] + 1 + jnp.maximum(path, 0)
 
-    def move(slots: Float[Array, "B G T D"]) -> Float[Array, "B G T D"]:
+    def move(slots: Float[Array, "B G T W"]) -> Float[Array, "B G T W"]:
         index = jnp.minimum(source, slots.shape[2] - 1)[:, None, :, None]
         return write(slots, jnp.take_along_axis(slots, index, axis=2), start + 1)
 

@@ -52,7 +52,7 @@ def row_keys(seed: int, rows: Sequence[int]) -> Keys:
     return jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(jnp.asarray(rows, jnp.uint32))
 
 
-def fold(keys: Keys, data: int | Int[Array, "B"]) -> Keys:
+def fold(keys: Keys, data: int | Int[Array, ""] | Int[Array, "B"]) -> Keys:
     """`fold_in` a row at a time: with a row's round, then with a role, then with a position."""
     return jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(jnp.asarray(data, jnp.uint32), keys.shape))
 

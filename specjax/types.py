@@ -5,7 +5,7 @@ Axis letters, used in every annotation of the package:
     B  rows (sequences)      T  cache slots           S  query tokens of one forward pass
     K  drafted tokens        N  draft nodes           V  vocabulary
     L  layers                H  query heads           G  key/value heads
-    D  width                 R  rounds
+    D  width of the model    W  width of a head       R  rounds
 
 `p` is the target's law, `q` the drafter's; the prefix `log_` marks a logarithm. Units are part of a
 name (`_bytes`, `_s`). Floating arrays that hold a law are float32.
@@ -14,14 +14,15 @@ name (`_bytes`, `_s`). Floating arrays that hold a law are float32.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 Params = PyTree[Array]
 Keys = Key[Array, "B"]
-Cache = tuple[tuple[Float[Array, "B G T D"], Float[Array, "B G T D"]], ...]
+Cache = tuple[tuple[Float[Array, "B G T W"], Float[Array, "B G T W"]], ...]
 """One `(keys, values)` pair a layer. See `specjax.cache`."""
 
 _static = {"static": True}
@@ -48,6 +49,7 @@ class Forward:
     cache: Cache
 
 
+@runtime_checkable
 class Model(Protocol):
     """A decoder as specjax sees it: hashable and equal by value, its weights passed as arguments."""
 
@@ -128,11 +130,14 @@ class Verdict:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Counts:
-    """Raw counts, one entry a round: every ratio is computed from these, on the host (`specjax.metrics`)."""
+    """Raw counts, one entry a round: every ratio is computed from these, on the host (`specjax.metrics`).
 
-    drafted: Int[Array, "B R"]  # nodes that could be accepted (real, in range, inside the budget)
-    tested: Int[Array, "B R"]
-    accepted: Int[Array, "B R"]  # accepted and emitted
-    emitted: Int[Array, "B R"]
-    overlap: Float[Array, "B R"]
-    cut: Bool[Array, "B R"]  # shortened by end-of-sequence or by the token budget
+    A batch's are arrays on the device, one row's are numpy arrays of its rounds.
+    """
+
+    drafted: Int[Array | np.ndarray, "*B R"]  # nodes that could be accepted (real, in range, inside the budget)
+    tested: Int[Array | np.ndarray, "*B R"]
+    accepted: Int[Array | np.ndarray, "*B R"]  # accepted and emitted
+    emitted: Int[Array | np.ndarray, "*B R"]
+    overlap: Float[Array | np.ndarray, "*B R"]
+    cut: Bool[Array | np.ndarray, "*B R"]  # shortened by end-of-sequence or by the token budget

@@ -12,7 +12,7 @@ long as each `log_q` row is the law its node was really drawn from, given its el
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -21,6 +21,7 @@ from specjax import sampling
 from specjax.types import Draft, Keys, Verdict
 
 
+@runtime_checkable
 class Rule(Protocol):
     """An acceptance rule: a frozen dataclass, hashable, so that it is static under `jit`."""
 
@@ -115,7 +116,7 @@ def is_exact(rule: Rule) -> bool:
 
 def walk(
     rule: Rule,
-    log_p: Float[Array, "B N+1 V"],
+    log_p: Float[Array, "B M V"],
     draft: Draft,
     live: Bool[Array, "B N"],
     u: Float[Array, "B N"],
@@ -123,7 +124,7 @@ def walk(
     """Walk from the pending token along accepted nodes, with the randomness given.
 
     Args:
-      log_p: row 0 is the law after the pending token, row i + 1 the law after node i.
+      log_p: M = N + 1 rows: row 0 is the law after the pending token, row i + 1 the law after node i.
       live: nodes that may be accepted; the rest are skipped as if never proposed.
       u: one uniform in [0, 1) a node.
     """
@@ -161,7 +162,7 @@ def walk(
 
 
 def verify(
-    rule: Rule, keys: Keys, log_p: Float[Array, "B N+1 V"], draft: Draft, live: Bool[Array, "B N"]
+    rule: Rule, keys: Keys, log_p: Float[Array, "B M V"], draft: Draft, live: Bool[Array, "B N"]
 ) -> tuple[Verdict, Int[Array, "B"]]:
     """The random part around `walk`: uniforms for the tests, and a draw of the further token."""
     u = sampling.uniforms(sampling.fold(keys, sampling.ACCEPT), draft.tokens.shape[1])

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from specjax import cache as kv
 from specjax.model.config import ModelConfig, RopeScaling
@@ -76,11 +76,11 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B S D"],
-        layer: tuple[Float[Array, "B G T D"], Float[Array, "B G T D"]],
+        layer: tuple[Float[Array, "B G T W"], Float[Array, "B G T W"]],
         start: Int[Array, "B"],
-        rotary: tuple[Float[Array, "B S 1 D"], Float[Array, "B S 1 D"]],
+        rotary: tuple[Float[Array, "B S 1 half"], Float[Array, "B S 1 half"]],
         visible: Bool[Array, "B S T"],
-    ) -> tuple[Float[Array, "B S D"], tuple[Float[Array, "B G T D"], Float[Array, "B G T D"]]]:
+    ) -> tuple[Float[Array, "B S D"], tuple[Float[Array, "B G T W"], Float[Array, "B G T W"]]]:
         c = self.config
         batch, queries, _ = x.shape
         q = self.q_proj(x).reshape(batch, queries, c.num_heads, c.head_dim)
@@ -160,7 +160,7 @@ class Llama:
     def num_layers(self) -> int:
         return self.config.num_layers
 
-    def shapes(self) -> Params:
+    def shapes(self) -> PyTree[jax.ShapeDtypeStruct]:
         """The weights as `jax.ShapeDtypeStruct`s, under the names of a Hugging Face checkpoint."""
         return nnx.to_pure_dict(_split(self.config)[1])
 
@@ -257,7 +257,7 @@ def _visible(
 
 def _rotary(
     positions: Int[Array, "B S"], config: ModelConfig, dtype: Any
-) -> tuple[Float[Array, "B S 1 D"], Float[Array, "B S 1 D"]]:
+) -> tuple[Float[Array, "B S 1 half"], Float[Array, "B S 1 half"]]:
     """Cosines and sines, half a head wide (RoFormer, arXiv 2104.09864, eq. 34, in the half-split layout)."""
     exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     frequencies = _stretch(1.0 / config.rope_theta**exponents, config.rope_scaling)
@@ -278,8 +278,8 @@ def _stretch(frequencies: Float[Array, "D"], scaling: RopeScaling | None) -> Flo
 
 
 def _rotate(
-    x: Float[Array, "B S H D"], rotary: tuple[Float[Array, "B S 1 D"], Float[Array, "B S 1 D"]]
-) -> Float[Array, "B S H D"]:
+    x: Float[Array, "B S H W"], rotary: tuple[Float[Array, "B S 1 half"], Float[Array, "B S 1 half"]]
+) -> Float[Array, "B S H W"]:
     cos, sin = rotary
     first, second = jnp.split(x, 2, -1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ class DamagedFile(ValueError):
     """A file is truncated or corrupt, so that fetching it again may help."""
 
 
+@runtime_checkable
 class Reader(Protocol):
     """One checkpoint format. Names are a Hugging Face checkpoint's, without the leading `model.`."""
 

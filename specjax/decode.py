@@ -59,6 +59,11 @@ class Program:
     rule: verify.Rule = verify.Token()
     verifier: Callable[..., tuple[Verdict, Int[Array, "B"]]] = verify.verify  # for rules that see the whole window
 
+    @property
+    def exact(self) -> bool:
+        """Whether the target's law is kept: a proven rule, run by the verifier that it was proven for."""
+        return self.verifier is verify.verify and verify.is_exact(self.rule)
+
 
 def prefill(
     model: Model,

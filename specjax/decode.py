@@ -79,9 +79,14 @@ def prefill(
       the hidden state of each row's last token, the tapped states of all slots, and the cache.
     """
     batch, slots = tokens.shape
-    outline = jax.eval_shape(lambda: model.forward(params, tokens[:, :1], cache, jnp.zeros_like(length), taps=taps))
-    last = jnp.zeros(outline.hidden.shape, outline.hidden.dtype)
-    kept = tuple(jnp.zeros((batch, 1, slots, tap.shape[-1]), tap.dtype) for tap in outline.taps)
+
+    def outline() -> tuple[Array, tuple[Array, ...]]:
+        out = model.forward(params, tokens[:, :1], cache, jnp.zeros_like(length), taps=taps)
+        return out.hidden, out.taps
+
+    shape, tap_shapes = jax.eval_shape(outline)
+    last = jnp.zeros(shape.shape, shape.dtype)
+    kept = tuple(jnp.zeros((batch, 1, slots, tap.shape[-1]), tap.dtype) for tap in tap_shapes)
     chunk = min(PREFILL_CHUNK, slots)
     steps = jnp.arange(chunk, dtype=jnp.int32)
 

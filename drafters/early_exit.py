@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
 from specjax.drafter import Drafter, draft_chain
+from specjax.text import Tokenizer
 from specjax.types import Draft, Keys, Model, Params, Target
 
 
@@ -32,7 +33,7 @@ class EarlyExit(Drafter):
         """Layers that run, for a given target."""
         return self.exit_layer or max(1, 2 * model.num_layers // 3)
 
-    def check(self, model: Model) -> None:
+    def check(self, model: Model, tokenizer: Tokenizer | None = None) -> None:
         """The exit must lie inside the target."""
         if not 0 <= self.exit_layer < model.num_layers:
             raise ValueError(

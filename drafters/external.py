@@ -19,6 +19,7 @@ from jaxtyping import Array, Key, PyTree
 from specjax import decode, weights
 from specjax.drafter import Drafter, draft_chain
 from specjax.model import PRESETS, Llama
+from specjax.text import Tokenizer, same_vocabulary
 from specjax.types import Draft, Keys, Model, Params, Target
 
 
@@ -47,16 +48,19 @@ class External(Drafter):
         count = self.keep_layers or max(1, target.num_layers // 2)
         return [round(i * (target.num_layers - 1) / max(1, count - 1)) for i in range(count)]
 
-    def check(self, model: Model) -> None:
-        """The vocabularies must agree; a pruned copy can't have more layers than the target."""
+    def check(self, model: Model, tokenizer: Tokenizer | None = None) -> None:
+        """The vocabularies must agree, id by id; a pruned copy can't have more layers than the target."""
         if not self.checkpoint:
             if not 0 <= self.keep_layers <= model.num_layers:
                 raise ValueError(f"keep_layers={self.keep_layers}: must be 1 to {model.num_layers} (0 keeps half)")
-        elif self.model(model).vocab_size != model.vocab_size:
+            return
+        if self.model(model).vocab_size != model.vocab_size:
             raise ValueError(
                 f"draft vocabulary {self.model(model).vocab_size} ≠ target vocabulary {model.vocab_size}: "
                 "use a drafter that was trained for this tokenizer"
             )
+        if tokenizer is not None:
+            same_vocabulary(weights.open_checkpoint(self.checkpoint).tokenizer(), tokenizer)
 
     def params(self, key: Key[Array, ""], model: Model, target_params: Params) -> Params:
         """The checkpoint's weights in the target's dtype, or copies of the kept layers."""

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from specjax import sampling
+from specjax.text import Tokenizer
 from specjax.types import Cache, Draft, Keys, Model, Params, Target
 
 
@@ -54,7 +55,7 @@ class Drafter:
         """Layers of the target whose outputs `Target.hidden` holds, counted from 1."""
         return ()
 
-    def check(self, model: Model) -> None:
+    def check(self, model: Model, tokenizer: Tokenizer | None = None) -> None:
         """Refuse a target that this drafter can't serve, before anything is computed."""
 
     def params(self, key: Key[Array, ""], model: Model, target_params: Params) -> Params:

@@ -17,6 +17,7 @@ import numpy as np
 
 from specjax import decode, sampling, verify
 from specjax.drafter import Drafter
+from specjax.text import Tokenizer
 from specjax.types import Counts, Model, Params, Sampling
 
 MAX_END_IDS = 8
@@ -56,8 +57,10 @@ class Engine:
         drafter_params: Params | None = None,
         drafter_seed: int = 0,
         cache_dtype: Any = None,
+        tokenizer: Tokenizer | None = None,
     ):
-        drafter.check(model)
+        """Check that the parts fit; with the target's tokenizer, an external drafter's is compared with it."""
+        drafter.check(model, tokenizer)
         if drafter.num_speculative_tokens >= model.context_length:
             raise ValueError(
                 f"num_speculative_tokens={drafter.num_speculative_tokens}: must be smaller than the target's "

@@ -4,7 +4,8 @@
     assert_exact("./mine.py:Mine")
 """
 
-from specjax.exactness.check import assert_exact, check
+from specjax.exactness.lab import assert_exact, check
+from specjax.exactness.large import check_large
 from specjax.exactness.oracle import Joint, NotEnumerableError, enumerate_joint
 from specjax.exactness.report import Report
 from specjax.exactness.sampler import Setting
@@ -13,5 +14,5 @@ from specjax.exactness.subjects import Subject
 
 __all__ = [
     "EProcess", "Joint", "NotEnumerableError", "Report", "Setting", "Subject", "assert_exact", "check",
-    "enumerate_joint",
+    "check_large",     "enumerate_joint",
 ]  # fmt: skip

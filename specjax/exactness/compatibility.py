@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from specjax import decode, sampling, verify
 from specjax.drafter import Drafter
 from specjax.exactness.subjects import Subject
-from specjax.types import Draft
 
 
 def is_approximate(rule: verify.Rule) -> bool:
@@ -28,17 +27,18 @@ def can_draft(drafter: Drafter, subject: Subject) -> bool:
     return True
 
 
-def outline(program: decode.Program, subject: Subject, slots: int = 16) -> Draft:
-    """Shapes of a draft for two rows."""
+def outline(program: decode.Program, subject: Subject, slots: int = 16) -> tuple[Any, Any]:
+    """Shapes of the tokens and of `log_q` that are drafted for two rows."""
 
-    def propose(key: Any, params: Any) -> Draft:
+    def propose(key: Any, params: Any) -> tuple[Any, Any]:
         own = program.drafter.params(key, subject.model, params)
         tokens, length = jnp.zeros((2, slots), jnp.int32), jnp.full((2,), 2, jnp.int32)
         state = decode.start(
             program, params, own, tokens, length, length + 4, jax.random.split(key, 2), jnp.full((1,), -1, jnp.int32),
             sampling.make_sampling(2), cache_dtype=jnp.float32,
         )  # fmt: skip
-        return decode.propose(program, params, own, state)
+        draft = decode.propose(program, params, own, state)
+        return draft.tokens, draft.log_q
 
     return jax.eval_shape(propose, jax.random.key(0), subject.params)
 
@@ -51,16 +51,16 @@ def check_fit(program: decode.Program, subject: Subject) -> None:
     """
     rule, drafter = program.rule, program.drafter
     drafter.check(subject.model)
-    draft = outline(program, subject)
-    vocab, nodes = subject.model.vocab_size, draft.tokens.shape[1]
-    if draft.tokens.shape != (2, nodes) or draft.tokens.dtype != jnp.int32:
-        raise ValueError(f"drafter {drafter}: tokens are {draft.tokens.dtype}{draft.tokens.shape}, must be int32 [B, N]")
-    if draft.log_q is not None and (draft.log_q.shape != (2, nodes, vocab) or draft.log_q.dtype != jnp.float32):
+    tokens, log_q = outline(program, subject)
+    vocab, nodes = subject.model.vocab_size, tokens.shape[1]
+    if tokens.shape != (2, nodes) or tokens.dtype != jnp.int32:
+        raise ValueError(f"drafter {drafter}: tokens are {tokens.dtype}{tokens.shape}, must be int32 [B, N]")
+    if log_q is not None and (log_q.shape != (2, nodes, vocab) or log_q.dtype != jnp.float32):
         raise ValueError(
-            f"drafter {drafter}: log_q is {draft.log_q.dtype}{list(draft.log_q.shape)}, must be float32 [B, {nodes}, {vocab}] "
+            f"drafter {drafter}: log_q is {log_q.dtype}{list(log_q.shape)}, must be float32 [B, {nodes}, {vocab}] "
             "over the target's vocabulary: return the array that the tokens were drawn from, or None for point masses"
         )
-    if isinstance(rule, verify.Lenient) and draft.log_q is None and nodes:
+    if isinstance(rule, verify.Lenient) and log_q is None and nodes:
         raise ValueError(
             f"rule {rule} compares p with a multiple of q, but drafter {drafter} proposes point masses without a q: "
             "use the rule token or match, or a drafter that reports log_q"

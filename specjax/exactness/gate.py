@@ -13,6 +13,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from specjax import verify
 from specjax.types import Draft, Verdict
 
 Law = Callable[[tuple[int, ...]], np.ndarray]
+Outcome = tuple[np.ndarray, np.ndarray, np.ndarray]  # path, accepted, law
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
 BISECTIONS = {"float64": 55, "float32": 30}
 
@@ -108,18 +110,17 @@ def law_of(
         )
         log_p = jnp.asarray(repeat(grid.log_p), dtype)
 
-        def run(u: np.ndarray) -> Verdict:
+        def run(u: np.ndarray) -> Outcome:
             return jax.device_get(_walk(walk, rule, log_p, draft, jnp.asarray(u, dtype)))
 
-        chance, verdict, monotone = _patterns(run, np.tile(patterns, (drafts, 1)), BISECTIONS[dtype], dtype)
-    accepted, path, law = verdict.accepted, verdict.path, verdict.law
+        chance, (path, accepted, law), monotone = _patterns(run, np.tile(patterns, (drafts, 1)), BISECTIONS[dtype], dtype)
     if not monotone.all():
         raise ValueError(
             f"rule {rule!r}: `accepts` must be true exactly for uniforms below some threshold; "
             "write it as u * q < p, so that its law can be computed"
         )
     weight, tokens = repeat(grid.weight) * chance, repeat(grid.tokens)
-    depth = 1 + max((len(_above(grid.tokens[0], proposal.parents, i)) for i in range(nodes)), default=0)
+    depth = 1 + max((len(_above((0,) * nodes, proposal.parents, i)) for i in range(nodes)), default=0)
     joint = np.zeros((vocab,) * depth)
     rest = functools.cache(lambda prefix: target_joint(p, vocab, depth - len(prefix), prefix))
     for row in np.flatnonzero(weight > 0):
@@ -131,13 +132,14 @@ def law_of(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _walk(walk: Callable[..., Verdict], rule: verify.Rule, log_p: jax.Array, draft: Draft, u: jax.Array) -> Verdict:
-    return walk(rule, log_p, draft, jnp.ones(draft.tokens.shape, bool), u)
+def _walk(walk: Callable[..., Verdict], rule: verify.Rule, log_p: jax.Array, draft: Draft, u: jax.Array) -> Any:
+    verdict = walk(rule, log_p, draft, jnp.ones(draft.tokens.shape, bool), u)
+    return verdict.path, verdict.accepted, verdict.law
 
 
 def _patterns(
-    run: Callable[[np.ndarray], Verdict], wanted: np.ndarray, bisections: int, dtype: str
-) -> tuple[np.ndarray, Verdict, np.ndarray]:
+    run: Callable[[np.ndarray], Outcome], wanted: np.ndarray, bisections: int, dtype: str
+) -> tuple[np.ndarray, Outcome, np.ndarray]:
     """Probability of each pattern of acceptances, the verdict it leads to, and whether thresholds are thresholds."""
     rows, nodes = wanted.shape
     u, chance, monotone = np.zeros(wanted.shape), np.ones(rows), np.ones(rows, bool)
@@ -147,7 +149,7 @@ def _patterns(
 
         def accepts(value: np.ndarray | float, node: int = node) -> np.ndarray:
             u[:, node] = value
-            return (run(u).path == node).any(1)
+            return (run(u)[0] == node).any(1)
 
         ever, always = accepts(0.0), accepts(almost_one)  # unreached or impossible nodes are never accepted
         low, high = np.zeros(rows), np.ones(rows)

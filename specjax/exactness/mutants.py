@@ -250,8 +250,11 @@ class Panel:
         """Verify with every mutant and keep each row's own."""
         rows = jnp.arange(live.shape[0], dtype=jnp.int32)
         results = [mutant.verify(keys, log_p, draft, live) for mutant in self.mutants]
-        stacked = jax.tree.map(lambda *leaves: jnp.stack([leaf.astype(leaves[0].dtype) for leaf in leaves]), *results)
-        return jax.tree.map(lambda leaf: leaf[rows % len(self.mutants), rows], stacked)
+
+        def own(*leaves: Array) -> Array:
+            return jnp.stack([leaf.astype(leaves[0].dtype) for leaf in leaves])[rows % len(leaves), rows]
+
+        return jax.tree.map(own, *results)
 
 
 def late_end(program: decode.Program, params: Any, drafter_params: Any, state: decode.State) -> decode.State:

@@ -67,6 +67,7 @@ class Report:
     deviations: tuple[Deviation, ...] = ()
     divergences: tuple[Divergence, ...] = ()
     seconds: float = 0.0
+    method: str = "joint law by enumeration"
 
     @property
     def passed(self) -> bool:
@@ -87,7 +88,7 @@ class Report:
             status = "approximate: it changes the target's law"
         lines = [
             f"{self.verdict}: drafter {self.drafter}, rule {self.rule} ({status})",
-            f"  law         joint law of {self.tokens} tokens of {self.subject}, by enumeration",
+            f"  law         {self.tokens} tokens of {self.subject}: {self.method}",
             f"  settings    {'; '.join(self.settings)}",
             f"  samples     {self.samples:,} sequences through prefill, rounds and rollback, {self.seconds:.0f} s",
             f"  level       {self.alpha:g} for the whole family of {len(self.results)} tests",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Int, Key, Num
 
 from specjax import decode, sampling
 from specjax.exactness.subjects import Subject
@@ -50,15 +50,15 @@ class Setting:
 class Tally:
     """What a batch of sequences is reduced to; one row a case."""
 
-    cells: Int[Array, "C M"]  # the last column: continuations with an id that isn't counted, or cut short
-    accepted: Int[Array, "C K+1"]  # histogram of the first round's accepted drafts
-    surplus: Float[Array, "C"]  # sum over sequences of (accepted - overlap)
-    surplus_squared: Float[Array, "C"]
-    overlap: Float[Array, "C"]
-    drawn: Float[Array, "K"]  # drafts of the first round at each position, all cases together
-    replayed: Float[Array, "K"]  # of these, drafts that the round's noise draws again from the reported law
-    chance: Float[Array, "K"]  # how many would agree if their noise were another
-    spread: Float[Array, "K"]  # variance of the latter
+    cells: Num[Array | np.ndarray, "C M"]  # the last column: continuations with an id that isn't counted, or cut short
+    accepted: Num[Array | np.ndarray, "C K+1"]  # histogram of the first round's accepted drafts
+    surplus: Num[Array | np.ndarray, "C"]  # sum over sequences of (accepted - overlap)
+    surplus_squared: Num[Array | np.ndarray, "C"]
+    overlap: Num[Array | np.ndarray, "C"]
+    drawn: Num[Array | np.ndarray, "K"]  # drafts of the first round at each position, all cases together
+    replayed: Num[Array | np.ndarray, "K"]  # of these, drafts that the round's noise draws again from the reported law
+    chance: Num[Array | np.ndarray, "K"]  # how many would agree if their noise were another
+    spread: Num[Array | np.ndarray, "K"]  # variance of the latter
 
 
 Loop = Callable[[decode.Program, Params, Params, decode.State], decode.State]
@@ -174,12 +174,14 @@ def sample(
     batch: int = BATCH,
     loop: Loop = decode.run,
     end_id: int = -1,
+    cases: Cases | None = None,
 ) -> Iterator[Tally]:
     """Running totals, one after each batch, until at least `samples` sequences were drawn.
 
     After `end_id` a continuation is filled up with it: the cell of a sequence that ended.
     """
-    cases = make_cases(subject, settings, new_tokens, batch)
+    cases = cases or make_cases(subject, settings, new_tokens, batch)
+    batch = len(cases.case)
     device = jax.tree.map(jnp.asarray, (cases.tokens, cases.length, cases.case, cases.sampler))
     total = None
     for number in range(-(-samples // batch)):

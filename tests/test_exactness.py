@@ -1,0 +1,215 @@
+"""The production round keeps the target's law: exact joint laws against samples of the whole loop."""
+
+import jax
+import numpy as np
+import pytest
+
+from specjax import decode, drafter, verify
+from specjax.exactness import gate, identity, lab, mutants, mutation, statistics
+from specjax.exactness.sampler import Setting, sample
+from specjax.exactness.subjects import dirichlet_laws, instances, llama_subject
+
+SETTINGS = (Setting(1.0), Setting(0.7, top_p=0.8), Setting(1.0, top_k=2), Setting(1.0, min_p=0.1), Setting(0.0))
+LEVEL = 1e-6  # of each test; keys are fixed
+
+F3 = np.array([0.1, 0.6, 0.3]), np.array([0.5, 0.3, 0.2])
+F4 = np.array([0.6, 0.2, 0.1, 0.1]), np.array([0.7, 0.2, 0.05, 0.05])
+
+
+def one_step(p, proposal, rule=None):
+    law, accepted = gate.law_of(rule or verify.Token(), lambda context: p, proposal, len(p))
+    return law.sum(tuple(range(1, law.ndim))), accepted
+
+
+def chain(q, **options):
+    return gate.chain(1, lambda context: q, **options)
+
+
+@pytest.mark.parametrize(("p", "q", "acceptance"), [(*F3, 0.6), (*F4, 0.9)])
+def test_one_step_emits_the_target_s_law_at_the_optimal_rate(p, q, acceptance):
+    law, accepted = one_step(p, chain(q))
+    np.testing.assert_allclose(law, p, atol=1e-12)
+    assert accepted == pytest.approx(acceptance)
+
+
+@pytest.mark.parametrize(("p", "q", "acceptance"), [(*F3, 0.29), (*F4, 0.47)])
+def test_match_keeps_the_law_and_accepts_less(p, q, acceptance):
+    law, accepted = one_step(p, chain(q), verify.Match())
+    np.testing.assert_allclose(law, p, atol=1e-12)
+    assert accepted == pytest.approx(acceptance)
+
+
+@pytest.mark.parametrize(("p", "q", "wrong"), [(*F3, [0.05, 0.7125, 0.2375]), (*F4, [0.42, 0.04, 0.27, 0.27])])
+def test_match_is_biased_only_if_a_mismatch_draws_from_the_residual(p, q, wrong):
+    law, _ = one_step(p, chain(q), mutants.FAULTY_RULES[8])
+    np.testing.assert_allclose(law, wrong, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("number", "f3", "f4"),
+    [
+        (0, [0.14, 0.54, 0.32], [0.66, 0.22, 0.06, 0.06]),
+        (1, [0.216, 0.456, 0.328], [0.624, 0.224, 0.076, 0.076]),
+        (5, [0.5, 0.3, 0.2], [0.7, 0.2, 0.05, 0.05]),
+        (6, [0.0, 0.675, 0.325], [0.0, 0.2, 0.4, 0.4]),
+    ],
+)
+def test_faulty_rules_have_their_known_wrong_laws(number, f3, f4):
+    rule = mutants.FAULTY_RULES[number]
+    np.testing.assert_allclose(one_step(F3[0], chain(F3[1]), rule)[0], f3, atol=1e-3)
+    np.testing.assert_allclose(one_step(F4[0], chain(F4[1]), rule)[0], f4, atol=1e-3)
+
+
+def test_point_masses_are_exact_for_any_proposer():
+    p, q = F3
+    for drawn, acceptance in ((q, 0.29), (np.array([1.0, 0, 0]), 0.1)):
+        law, accepted = one_step(p, chain(drawn, certain=True))
+        np.testing.assert_allclose(law, p, atol=1e-12)
+        assert accepted == pytest.approx(acceptance)
+
+
+def test_argmax_drafts_with_a_softmax_q_give_the_published_wrong_law():
+    law, _ = one_step(F3[0], chain(np.array([1.0, 0, 0]), reported=lambda context: F3[1]))
+    np.testing.assert_allclose(law, [0.2, 0.6, 0.2], atol=1e-12)
+
+
+def test_one_sided_top_k_gives_its_known_laws():
+    p, raw, kept = np.array([2, 5, 0, 0]) / 7, np.array([0.4, 0.3, 0.2, 0.1]), np.array([4, 3, 0, 0]) / 7
+    for drawn, acceptance in ((kept, 5 / 7), (raw, 0.2857 + 0.3)):
+        law, accepted = one_step(p, chain(drawn))
+        np.testing.assert_allclose(law, p, atol=1e-12)
+        assert accepted == pytest.approx(acceptance, abs=1e-4)
+    law, _ = one_step(p, chain(kept, reported=lambda context: raw))
+    np.testing.assert_allclose(law, [0.408, 0.592, 0, 0], atol=1e-3)
+
+
+def without(q):
+    def law(above, elder):
+        rest = np.where(np.isin(np.arange(len(q)), elder), 0, q)
+        return rest / rest.sum()
+
+    return law
+
+
+@pytest.mark.parametrize("p", [F3[0], F4[0]])
+def test_siblings_keep_the_law_with_and_without_replacement(p):
+    q = F3[1] if len(p) == 3 else F4[1]
+    for law in (lambda above, elder: q, without(q)):
+        found, _ = one_step(p, gate.Proposal((-1, -1), law))
+        np.testing.assert_allclose(found, p, atol=1e-12)
+
+
+def test_siblings_without_replacement_need_the_conditional_q():
+    found, _ = one_step(F3[0], gate.Proposal((-1, -1), without(F3[1]), lambda above, elder: F3[1]))
+    np.testing.assert_allclose(found, [0.1, 0.54, 0.36], atol=1e-9)
+
+
+def test_deterministic_siblings_are_zeroed_and_renormalised():
+    order = np.eye(3)[[0, 2]]
+    proposal = gate.Proposal((-1, -1), lambda above, elder: order[len(elder)], certain=True)
+    np.testing.assert_allclose(one_step(F3[0], proposal)[0], F3[0], atol=1e-12)
+
+
+GRID = [(2, 1), (2, 3), (3, 2), (3, 3), (4, 1), (4, 3)]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_the_walk_s_joint_law_is_the_target_s_over_the_whole_grid(dtype):
+    for vocab, length in GRID:
+        target, draft = dirichlet_laws(vocab, length + 1, seed=vocab)
+        proposal = gate.chain(length, draft.__getitem__)
+        difference = identity.difference(verify.Token(), proposal, target.__getitem__, dtype)
+        assert difference < gate.TOLERANCE[dtype], (vocab, length)
+
+
+def test_trees_keep_the_joint_law():
+    target, draft = dirichlet_laws(2, 4, seed=3)
+    proposal = gate.Proposal((-1, -1, 0, 0, 1), lambda above, elder: draft[above])
+    assert identity.difference(verify.Token(), proposal, target.__getitem__, "float64") < 1e-12
+
+
+def test_bf16_draws_and_lenience_099_fail_the_gate():
+    target, draft = dirichlet_laws(3, 3, seed=7)
+    rounded = {c: np.exp(np.asarray(jax.numpy.asarray(np.log(q), "bfloat16"), np.float64)) for c, q in draft.items()}
+    drawn = {context: q / q.sum() for context, q in rounded.items()}
+    proposal = gate.chain(2, drawn.__getitem__, reported=draft.__getitem__)
+    assert identity.difference(verify.Token(), proposal, target.__getitem__, "float64") > 1e-5
+    proposal = gate.chain(2, draft.__getitem__)
+    assert identity.difference(verify.Lenient(0.99), proposal, target.__getitem__, "float64") > 1e-4
+
+
+def p_values_of(program, subject, samples, new_tokens=3, settings=SETTINGS, seed=0):
+    """Smallest p-value of the joint tests, and of all tests, after correction."""
+    experiment = lab.Experiment(program, subject, new_tokens=new_tokens)
+    _, results, tally, _ = lab.measure(experiment, settings, samples, seed)
+    results = lab.adjust(results)
+    assert all(result.p_value for result in identity.replay_results(tally))
+    return min(r.p_value for r in results if r.test == "joint"), min(r.adjusted for r in results)
+
+
+DRAFTERS = {
+    "none": {},
+    "ngram": {"num_speculative_tokens": "3"},
+    "early-exit": {"num_speculative_tokens": "3", "exit_layer": "1"},
+    "external": {"num_speculative_tokens": "1", "keep_layers": "1"},
+    "fp8": {"num_speculative_tokens": "3"},
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_has_the_enumerated_law_in_mixed_batches_of_ragged_prompts(name):
+    subject = llama_subject()
+    program = decode.Program(subject.model, drafter.load(name, DRAFTERS[name]))
+    joint, adjusted = p_values_of(program, subject, 1 << 15)
+    assert joint > LEVEL
+    assert adjusted > 1e-3
+
+
+def test_long_windows_keep_the_law():
+    subject = llama_subject(vocab=2)
+    program = decode.Program(subject.model, drafter.load("early-exit", {"num_speculative_tokens": "7", "exit_layer": "1"}))
+    assert p_values_of(program, subject, 1 << 15, new_tokens=9)[1] > 1e-3
+
+
+FAST = ["RedrawFromP", "SoftmaxResidual", "AbsoluteResidual", "NoUniform", "OneHotResidualOfQ", "shared_uniform",
+        "draft_uniform_reused", "extra_from_residual", "extra_from_draft", "extra_from_previous_row",
+        "residual_next_row", "row_of_p_off", "row_of_q_off", "first_always_accepted"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def panel():
+    chosen = [mutant for mutant in mutants.CONTROLS + mutants.VERIFY_MUTANTS if mutant.name in ["token", "match", "block", *FAST]]
+    return {row.name: row for row in mutation.panel(chosen, samples=6000, with_gate=False, batch=1 << 13)}
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_the_lab_rejects_the_mutant(panel, name):
+    assert panel[name].killed_by
+
+
+@pytest.mark.parametrize("name", ["token", "match", "block"])
+def test_the_lab_accepts_rules_that_are_right(panel, name):
+    assert not panel[name].killed_by
+
+
+@pytest.mark.parametrize("name", ["HotterDraw", "StaleCache", "late_end"])
+def test_the_lab_rejects_faults_outside_of_verification(name):
+    assert mutation.others(samples=1 << 14, names=[name])[0].killed_by
+
+
+def test_accepted_drafts_agree_with_their_closed_form():
+    subject, right = instances(3)[0]
+    program = decode.Program(subject.model, right)
+    params = right.params(jax.random.key(0), subject.model, subject.params)
+    *_, tally = sample(program, subject, params, SETTINGS[:2], new_tokens=6, samples=1 << 15, seed=1)
+    target, draft = dirichlet_laws(3, 4, seed=7)
+    _, expected = gate.law_of(verify.Token(), target.__getitem__, gate.chain(3, draft.__getitem__), 3)
+    counts = tally.accepted[0]
+    mean, square = ((counts * np.arange(4) ** power).sum() / counts.sum() for power in (1, 2))
+    assert expected == pytest.approx(1.851741, abs=1e-6)
+    assert abs(mean - expected) < 5 * np.sqrt((square - mean**2) / counts.sum())
+
+
+def test_a_first_token_marginal_does_not_see_a_shared_uniform(panel):
+    assert "joint" in panel["shared_uniform"].killed_by
+    assert statistics.detectable(1 << 20, np.full(64, 1 / 64), 1e-3) < 0.01

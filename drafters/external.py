@@ -29,7 +29,7 @@ class External(Drafter):
 
     num_speculative_tokens: int = 4
     checkpoint: str = ""  # as `--target`: a path, a named source or a hub id (or a preset, for accounting)
-    keep_layers: int = 0  # without a checkpoint: layers kept of the target, evenly spaced; 0: half
+    keep_layers: int = 0  # without a checkpoint: layers kept of the target, evenly spaced; 0: five sixths
 
     @property
     def label(self) -> str:
@@ -45,14 +45,14 @@ class External(Drafter):
 
     def kept(self, target: Model) -> list[int]:
         """Layers of the target that the pruned copy keeps: the first, the last, and evenly between."""
-        count = self.keep_layers or max(1, target.num_layers // 2)
+        count = self.keep_layers or max(1, 5 * target.num_layers // 6)
         return [round(i * (target.num_layers - 1) / max(1, count - 1)) for i in range(count)]
 
     def check(self, model: Model, tokenizer: Tokenizer | None = None) -> None:
         """The vocabularies must agree, id by id; a pruned copy can't have more layers than the target."""
         if not self.checkpoint:
             if not 0 <= self.keep_layers <= model.num_layers:
-                raise ValueError(f"keep_layers={self.keep_layers}: must be 1 to {model.num_layers} (0 keeps half)")
+                raise ValueError(f"keep_layers={self.keep_layers}: must be 1 to {model.num_layers} (0 keeps five sixths)")
             return
         if self.model(model).vocab_size != model.vocab_size:
             raise ValueError(

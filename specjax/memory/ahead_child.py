@@ -64,7 +64,7 @@ def lower(strategy: Strategy, layout: sharding.Layout, devices: Any) -> jax.stag
     return function.lower(program, params, drafter_params, state)
 
 
-def place_state(layout: sharding.Layout, mesh: Any, state: decode.State) -> decode.State:
+def place_state(layout: sharding.Layout, mesh: Any, state: Any) -> Any:
     """The state's shapes with shardings: caches by heads, all else by rows."""
     caches = [node for node in jax.tree.leaves(state, is_leaf=is_cache) if is_cache(node)]
     kv = {id(leaf) for leaf in jax.tree.leaves(caches)}

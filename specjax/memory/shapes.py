@@ -28,9 +28,8 @@ import numpy as np
 from specjax import decode
 from specjax.drafter import Nothing
 from specjax.memory import working
-from specjax.memory.state import state_shapes, structs
+from specjax.memory.state import Weights, state_shapes, structs
 from specjax.memory.working import PHASES
-from specjax.types import Params
 
 GROUPS = ("weights", "kv", "state", "buffers")
 
@@ -96,8 +95,8 @@ def nbytes(kind: str, path: Any, leaf: Any) -> int:
 
 def account(
     program: decode.Program,
-    params: Params,
-    drafter_params: Params,
+    params: Weights,
+    drafter_params: Weights,
     *,
     batch: int,
     capacity: int,
@@ -140,8 +139,8 @@ def is_cache(node: Any) -> bool:
 
 def _components(
     program: decode.Program,
-    params: Params,
-    drafter_params: Params,
+    params: Weights,
+    drafter_params: Weights,
     *,
     batch: int,
     capacity: int,
@@ -186,7 +185,7 @@ def _trace(
     capacity: int,
     cache_dtype: Any,
     backend: str,
-) -> tuple[decode.State, working.Round]:
+) -> tuple[Any, working.Round]:
     """The traced part, kept: strategies share their baseline, and devices and meshes share all of it."""
     params, drafter_params = jax.tree.unflatten(tree, leaves)
     state = state_shapes(program, params, drafter_params, batch=batch, capacity=capacity, cache_dtype=cache_dtype)

@@ -13,8 +13,8 @@ from specjax import decode
 from specjax import drafter as drafters
 from specjax.drafter import Drafter
 from specjax.memory.shapes import Account, Size, account, nbytes
+from specjax.memory.state import Weights
 from specjax.model import PRESETS, Llama, ModelConfig
-from specjax.types import Params
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Strategy:
         """The target's decoder."""
         return Llama(preset(self.target))
 
-    def shapes(self) -> tuple[decode.Program, Params, Params]:
+    def shapes(self) -> tuple[decode.Program, Weights, Weights]:
         """The program, the target's weights and the drafter's, as shapes."""
         return _shapes(self.target, self.drafter, self.window, self.dtype)
 
@@ -83,7 +83,7 @@ def build(spec: str, window: int = 0) -> Drafter:
 
 
 @functools.lru_cache(maxsize=64)
-def _shapes(target: str, spec: str, window: int, dtype: str) -> tuple[decode.Program, Params, Params]:
+def _shapes(target: str, spec: str, window: int, dtype: str) -> tuple[decode.Program, Weights, Weights]:
     model, drafter = Llama(preset(target)), build(spec, window)
     drafter.check(model)
     params = _cast(model.shapes(), dtype)
@@ -94,5 +94,5 @@ def _shapes(target: str, spec: str, window: int, dtype: str) -> tuple[decode.Pro
     return decode.Program(model, drafter), params, own
 
 
-def _cast(tree: Params, dtype: str) -> Params:
+def _cast(tree: Weights, dtype: str) -> Weights:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), tree)

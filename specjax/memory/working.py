@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend import core
 
 from specjax import decode
-from specjax.types import Draft, Params
+from specjax.memory.state import Weights
 
 PHASES = ("draft", "verify", "commit")
 
@@ -41,11 +41,11 @@ Buffer = tuple[str, str, Any, int, tuple[str, ...]]
 class Round:
     """A traced round: the draft's shapes, and the buffers that live inside of it."""
 
-    draft: Draft
+    draft: Any  # a `Draft` of shapes
     buffers: tuple[Buffer, ...]
 
 
-def trace(program: decode.Program, params: Params, drafter_params: Params, state: decode.State, backend: str) -> Round:
+def trace(program: decode.Program, params: Weights, drafter_params: Weights, state: Any, backend: str) -> Round:
     """Trace a round's two halves."""
     weights = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((params, drafter_params)) if leaf.ndim == 2}
     vocab = program.model.vocab_size

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from specjax import cache as kv
@@ -280,5 +281,5 @@ def _commit(
     )
 
 
-def _record(row: Int[Array, "B"], at: Int[Array, "B"], log: Array, value: Array) -> Array:
-    return log.at[row, at].set(value.astype(log.dtype), mode="drop")
+def _record(row: Int[Array, "B"], at: Int[Array, "B"], log: Array | np.ndarray, value: Array) -> Array:
+    return jnp.asarray(log).at[row, at].set(value.astype(log.dtype), mode="drop")

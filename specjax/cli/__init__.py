@@ -1,0 +1,57 @@
+"""The command line: `specjax compare`, `specjax generate`, ... Each subcommand is a module of its own.
+
+A module is named in `COMMANDS` and has `add_arguments(parser)` and `run(args) -> exit code`; it is
+imported when its command is used. Exit codes: 0 done, 1 failed, 2 refused before any work, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from specjax.cli.errors import Failure, Refusal
+
+COMMANDS = {
+    "compare": ("specjax.cli.compare", "decode the same prompts with every drafter and print one table"),
+    "generate": ("specjax.cli.generate", "stream the answer to one prompt, then its statistics"),
+    "drafters": ("specjax.cli.drafters", "list the drafters and their settings"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are one line, printed in one place."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise Refusal(f"{message} (see `{self.prog} --help`)")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        args = _parse(arguments)
+        return int(importlib.import_module(COMMANDS[args.command][0]).run(args))
+    except Refusal as refusal:
+        print(f"specjax: error: {refusal}", file=sys.stderr)
+        return 2
+    except Failure as failure:
+        print(f"specjax: failed: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("specjax: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has left
+        sys.stderr.close()
+        return 1
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(prog="specjax", description="Research on speculative decoding in JAX.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if name in arguments:
+            importlib.import_module(module).add_arguments(command)
+    return parser.parse_args(arguments)

@@ -1,0 +1,151 @@
+"""Options that commands share, and what they stand for: target, drafters, sampling."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from specjax import drafter, sampling, verify, weights
+from specjax.cli.errors import Refusal
+from specjax.drafter import Drafter, Nothing
+from specjax.model import Llama
+from specjax.text import Tokenizer
+from specjax.types import Model, Params, Sampling
+
+DEFAULT_TARGET = "smollm2-135m"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A target: its checkpoint, opened but not read, with model and tokenizer."""
+
+    checkpoint: weights.Checkpoint
+    model: Llama
+    tokenizer: Tokenizer
+    dtype: str
+
+    def load(self) -> Params:
+        """Read the weights."""
+        return self.checkpoint.load(self.dtype)
+
+    def encode(self, text: str, system: str | None) -> list[int]:
+        """Ids of a prompt, through the chat template where the checkpoint has one."""
+        if self.tokenizer.chat_template is not None:
+            return self.tokenizer.chat(text, system)
+        if system is not None:
+            raise ValueError("--system needs a chat template, which this checkpoint does not have: leave it out")
+        return self.tokenizer.encode(text)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Target, drafter settings and sampling."""
+    parser.add_argument(
+        "--target", default=DEFAULT_TARGET, metavar="SOURCE",
+        help="a known name, a path (GGUF file, checkpoint folder) or a Hugging Face id (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: float32 on CPU, else bfloat16)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", dest="settings",
+        help="a drafter's setting; `NAME.FIELD=VALUE` for one drafter only. May be repeated",
+    )  # fmt: skip
+    parser.add_argument("--rule", choices=tuple(verify.RULES), default="token", help="acceptance rule (default: token)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0 keeps all (default)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="keep the smallest set of this mass (default: 1)")
+    parser.add_argument("--min-p", type=float, default=0.0, help="keep tokens of at least this share of the likeliest")
+    parser.add_argument("--seed", type=int, default=0, help="of all randomness (default: 0)")
+    parser.add_argument("--system", help="system prompt")
+
+
+def open_subject(args: argparse.Namespace) -> Subject:
+    """Find the target and read its description."""
+    checkpoint = weights.open_checkpoint(args.target)
+    dtype = args.dtype or str(sampling.jnp.dtype(weights.default_dtype()))
+    return Subject(checkpoint, Llama(checkpoint.config), checkpoint.tokenizer(), dtype)
+
+
+def make_sampling(args: argparse.Namespace, batch: int) -> Sampling:
+    """The sampling options, checked, for a batch."""
+    return sampling.make_sampling(batch, args.temperature, args.top_k, args.top_p, args.min_p)
+
+
+def load_drafters(specs: Sequence[str], settings: Sequence[str], model: Model) -> dict[str, Drafter]:
+    """Build drafters from `NAME[:FIELD=VALUE,...]` and the `--set` options; each is named by its whole text.
+
+    NAME may be `./file.py:Class`. A `--set` without a drafter's name goes to every drafter that has the
+    field, `none` aside; what stands behind a drafter's own name comes last.
+
+    Raises:
+      ValueError: an unknown drafter, field or value, or a drafter that can't serve `model`.
+    """
+    drafters: dict[str, Drafter] = {}
+    parsed = [_parse_setting(text) for text in settings]
+    used: set[int] = set()
+    for spec in specs:
+        name, own = split(spec)
+        fields = [field.name for field in dataclasses.fields(drafter.load(name))]
+        values: dict[str, str] = {}
+        for index, (owner, field, value) in enumerate(parsed):
+            if owner == name or (owner is None and field in fields and name != "none"):
+                values[field] = value
+                used.add(index)
+        values |= {field: value for _, field, value in map(_parse_setting, own)}
+        drafters[spec] = drafter.load(name, values)
+        _check(drafters[spec], model)
+    for index, (owner, field, _) in enumerate(parsed):
+        if index not in used:
+            _refuse_setting(owner, field, specs)
+    return drafters
+
+
+def split(spec: str) -> tuple[str, list[str]]:
+    """`ngram:prompt_lookup_max=4` is the drafter `ngram` and its settings."""
+    name, _, settings = spec.rpartition(":")
+    return (name, settings.split(",")) if name and "=" in settings else (spec, [])
+
+
+def positive(text: str) -> int:
+    """An argparse type: an integer of at least 1."""
+    if not text.lstrip("+").isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be an integer of at least 1")
+    return int(text)
+
+
+def not_negative(text: str) -> int:
+    """An argparse type: an integer of at least 0."""
+    if not text.lstrip("+").isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: must be an integer of at least 0")
+    return int(text)
+
+
+def _parse_setting(text: str) -> tuple[str | None, str, str]:
+    left, equals, value = text.partition("=")
+    owner, dot, field = left.rpartition(".")
+    if not equals or not field:
+        raise ValueError(f"setting {text!r}: write FIELD=VALUE or NAME.FIELD=VALUE, as in ngram.prompt_lookup_max=4")
+    return (owner if dot else None), field, value
+
+
+def _check(built: Drafter, model: Model) -> None:
+    built.check(model)
+    if built.num_speculative_tokens >= model.context_length:
+        raise ValueError(
+            f"num_speculative_tokens={built.num_speculative_tokens}: must be smaller than the target's "
+            f"context of {model.context_length} tokens"
+        )
+
+
+def _refuse_setting(owner: str | None, field: str, specs: Sequence[str]) -> Any:
+    names = [split(spec)[0] for spec in specs]
+    if owner is not None:
+        raise Refusal(f"--set {owner}.{field}=...: {owner!r} is not among the drafters of this run: {', '.join(names)}")
+    known = {
+        field.name
+        for name in names
+        if not isinstance(built := drafter.load(name), Nothing)
+        for field in dataclasses.fields(built)
+    }
+    raise Refusal(f"--set {field}=...: no drafter of this run has this field; theirs are {', '.join(sorted(known))}")

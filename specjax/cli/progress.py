@@ -1,0 +1,49 @@
+"""A live progress bar on stderr; where that is no terminal, a line whenever the work changes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+
+class Progress:
+    """Counts finished decodings, and says what is being done."""
+
+    def __init__(self, total: int):
+        self.total, self.done, self.begin = total, 0, time.monotonic()
+        self.bar: Bar | None = None
+        if sys.stderr.isatty():
+            columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+            text = TextColumn("{task.description}")
+            self.bar = Bar(*columns, text, console=Console(stderr=True), transient=True)
+            self.task = self.bar.add_task("", total=total)
+
+    def __enter__(self) -> Progress:
+        if self.bar is not None:
+            self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def describe(self, text: str) -> None:
+        """Say what is being done now."""
+        if self.bar is not None:
+            self.bar.update(self.task, description=text)
+        else:
+            elapsed = time.monotonic() - self.begin
+            print(f"[{self.done:3}/{self.total} {elapsed:5.0f} s] {text}", file=sys.stderr, flush=True)
+
+    def advance(self, count: int) -> None:
+        """Count what is finished."""
+        self.done += count
+        if self.bar is not None:
+            self.bar.advance(self.task, count)

@@ -1,0 +1,175 @@
+"""Running strategies side by side: decode batches, and take time and memory so that they can be compared.
+
+Nothing is timed before it was compiled and run once; the device is synchronised around every timing;
+strategies take turns, so that a machine that slows down slows all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import decode
+from specjax.drafter import Drafter
+from specjax.engine import Engine, Generation, NotFiniteError
+from specjax.types import Cache, Draft, Model, Params, Sampling
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts that are decoded together, as many rows as every other batch of a run."""
+
+    prompts: Sequence[Sequence[int]]
+    rows: Sequence[int]  # each prompt's own number: its randomness comes from it
+    capacity: int
+    size: int  # rows of the compiled program; missing ones repeat the last prompt and are not counted
+
+    def padded(self, values: Sequence[T]) -> list[T]:
+        """`values` a prompt, filled up to the batch's size."""
+        return [*values, *[values[-1]] * (self.size - len(values))]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What all batches of a run have in common."""
+
+    max_new_tokens: int
+    seed: int
+    end_ids: tuple[int, ...]
+    sampler: Sampling  # of the batch's size
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A batch's results. `error` is what stopped a row; the others are complete."""
+
+    generations: list[Generation]
+    prefill_s: float
+    decode_s: float
+    error: NotFiniteError | None = None
+
+
+def decode_batch(engine: Engine, batch: Batch, options: Options) -> Decoded:
+    """Prefill and decode one batch, timed apart."""
+    begin = time.perf_counter()
+    state = jax.block_until_ready(start(engine, batch, options))
+    prefilled = time.perf_counter()
+    state = jax.block_until_ready(decode.run(engine.program, engine.params, engine.drafter_params, state))
+    end = time.perf_counter()
+    error = None
+    try:
+        generations = engine.results(state, batch.padded(batch.prompts))
+    except NotFiniteError as stopped:
+        generations, error = stopped.generations, stopped
+    return Decoded(generations[: len(batch.prompts)], prefilled - begin, end - prefilled, error)
+
+
+def start(engine: Engine, batch: Batch, options: Options, max_new_tokens: int | None = None) -> decode.State:
+    """The batch after its prefill."""
+    return engine.start(
+        batch.padded(batch.prompts),
+        max_new_tokens=options.max_new_tokens if max_new_tokens is None else max_new_tokens,
+        seed=options.seed,
+        rows=batch.padded(batch.rows),
+        end_ids=options.end_ids,
+        sampler=options.sampler,
+        capacity=batch.capacity,
+    )
+
+
+def compile_batch(engine: Engine, batch: Batch, options: Options) -> tuple[float, Any]:
+    """Compile all that `decode_batch` runs, and run it on an empty budget.
+
+    Returns:
+      seconds that it took, and the compiled loop (for `specjax.memory`).
+    """
+    begin = time.perf_counter()
+    state = start(engine, batch, options, max_new_tokens=0)
+    compiled = decode.run.lower(engine.program, engine.params, engine.drafter_params, state).compile()
+    jax.block_until_ready(decode.run(engine.program, engine.params, engine.drafter_params, state))
+    return time.perf_counter() - begin, compiled
+
+
+def time_halves(
+    engines: dict[str, Engine], batch: Batch, options: Options, rounds: int = 8
+) -> dict[str, tuple[float, float]]:
+    """Median seconds of drafting and of verifying, over the first rounds of a real batch.
+
+    Rounds of all strategies alternate; each one's first round compiles and is left out.
+    """
+    states = {name: start(engine, batch, options) for name, engine in engines.items()}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+    for _ in range(rounds + 1):
+        for name, engine in engines.items():
+            begin = time.perf_counter()
+            half = jax.block_until_ready(_draft(engine.program, engine.params, engine.drafter_params, states[name]))
+            middle = time.perf_counter()
+            states[name] = jax.block_until_ready(_verify(engine.program, engine.params, *half))
+            times[name].append((middle - begin, time.perf_counter() - middle))
+    return {
+        name: (statistics.median(a for a, _ in taken[1:]), statistics.median(b for _, b in taken[1:]))
+        for name, taken in times.items()
+    }
+
+
+@functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("state",))
+def _draft(
+    program: decode.Program, params: Params, drafter_params: Params, state: decode.State
+) -> tuple[decode.State, Draft]:
+    """`decode.propose`, donated: the caches leave in the draft, and the rest of the state beside it."""
+    draft = decode.propose(program, params, drafter_params, state)
+    return dataclasses.replace(state, cache=(), drafter=()), draft
+
+
+@dataclass(frozen=True)
+class _Verified(Drafter):
+    """Stands for a drafter whose draft is made: strategies that verify alike share a compilation."""
+
+    num_speculative_tokens: int = 0
+    min_speculative_tokens = 0
+    layers: tuple[int, ...] = ()
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Those of the drafter that it stands for."""
+        return self.layers
+
+
+def _verify(program: decode.Program, params: Params, state: decode.State, draft: Draft) -> decode.State:
+    drafter = _Verified(draft.tokens.shape[1], program.drafter.hidden_layers)
+    program = dataclasses.replace(program, drafter=drafter)
+    bare = dataclasses.replace(draft, cache=(), state=())
+    return dataclasses.replace(_settle(program, params, state, bare, draft.cache), drafter=draft.state)
+
+
+@functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("state", "cache"))
+def _settle(
+    program: decode.Program, params: Params, state: decode.State, draft: Draft, cache: Cache
+) -> decode.State:
+    return decode.settle(program, params, state, dataclasses.replace(draft, cache=cache))
+
+
+def margin(model: Model, params: Params, tokens: Sequence[int], cache_dtype: Any) -> float:
+    """How far the target's largest logit after `tokens` lies above the second: what rounding would have to bridge."""
+    slots = len(tokens)
+    ids = jnp.asarray(np.asarray(tokens, np.int32)[None])
+    length = jnp.asarray([slots], jnp.int32)
+
+    @jax.jit
+    def logits(params: Params) -> Any:
+        last, _, _ = decode.prefill(model, params, ids, length, model.init_cache(1, slots, cache_dtype))
+        return model.logits(params, last)[0, 0]
+
+    first, second = jax.lax.top_k(logits(params), 2)[0]
+    return float(first - second)

@@ -1,0 +1,207 @@
+"""A run's folder: what was run, and one line a decoded prompt, safe on disk before the next one begins.
+
+    manifest.json    everything that decides the tokens; a folder is continued only by the same manifest
+    prompts.jsonl    one `Record` a line: raw counts, tokens, times
+    summary.json     written at the end (and after Ctrl-C), from the records alone
+    compare.png
+
+A run that was killed may leave half a line at the end: it is dropped, and that prompt decoded again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.types import Counts
+
+SPARE_BYTES = 16 << 20  # asked for before a run begins: a record takes about 2 kB
+INCIDENTAL = ("command", "created")
+"""Manifest entries that don't decide a token."""
+
+
+class RunFolderError(Exception):
+    """The folder can't be used or written; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One prompt, decoded by one drafter. `counts` has one entry a round."""
+
+    question_id: str
+    category: str
+    drafter: str
+    prompt_tokens: int
+    capacity: int
+    batch_rows: int  # prompts that were decoded together: `prefill_s` and `decode_s` are theirs
+    session: str  # of one process: a speedup compares times of one session
+    finish: str  # "end", "length" or "not_finite"
+    prefill_s: float
+    decode_s: float
+    tokens: list[int]
+    text: str
+    counts: Counts
+
+    def line(self) -> str:
+        """As a line of JSON."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["counts"] = {
+            field.name: np.asarray(getattr(self.counts, field.name)).tolist() for field in dataclasses.fields(Counts)
+        }
+        return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def parse(cls, line: str) -> Record:
+        """Read a line."""
+        values = json.loads(line)
+        raw = values.pop("counts")
+        dtypes: dict[str, Any] = {"overlap": np.float32, "cut": np.bool_}
+        counts: dict[str, Any] = {name: np.asarray(raw[name], dtypes.get(name, np.int32)) for name in raw}
+        return cls(counts=Counts(**counts), **values)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """An open folder, with the records that it held when it was opened."""
+
+    path: Path
+    records: tuple[Record, ...]
+    summary: dict[str, Any] | None  # of a run that is complete
+
+    @classmethod
+    def open(cls, path: Path, manifest: Mapping[str, Any]) -> RunFolder:
+        """Begin a run in a new or empty folder, or continue the same one.
+
+        Raises:
+          RunFolderError: another run's folder, an unwritable one, a full disk, a damaged record.
+        """
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            found = _read_json(path / "manifest.json")
+            if found is None:
+                _check_empty(path)
+            else:
+                _check_same(path, found, manifest)
+            if shutil.disk_usage(path).free < SPARE_BYTES:
+                raise RunFolderError(f"less than {SPARE_BYTES >> 20} MiB are free in {path}: free some, or use --out")
+            if found is None:
+                write_json(path / "manifest.json", manifest)
+            records = _read_records(path / "prompts.jsonl")
+        except OSError as error:
+            raise RunFolderError(
+                f"run folder {path} can't be written ({error.strerror or error}): choose another with --out"
+            ) from error
+        summary = _read_json(path / "summary.json")
+        return cls(path, records, summary if summary and summary.get("complete") else None)
+
+    def append(self, record: Record) -> None:
+        """Add a record, on disk when this returns.
+
+        Raises:
+          RunFolderError: it can't be written; earlier records are kept.
+        """
+        try:
+            with (self.path / "prompts.jsonl").open("a", encoding="utf-8") as file:
+                file.write(record.line())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise self.unwritable(error) from error
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write `summary.json`, whole or not at all."""
+        try:
+            write_json(self.path / "summary.json", summary)
+        except OSError as error:
+            raise self.unwritable(error) from error
+
+    def unwritable(self, error: OSError) -> RunFolderError:
+        """What to tell when a write fails in the middle of a run."""
+        return RunFolderError(
+            f"{self.path} can't be written any more ({error.strerror or error}). What was decoded before is kept "
+            "there: free some space and run the same command again with this --out to go on"
+        )
+
+
+def default_folder(date: str, command: str, manifest: Mapping[str, Any], root: Path = Path("runs")) -> Path:
+    """`runs/<date>-<command>`, with a number behind it if that is another run, or a complete one."""
+    for number in range(1, 1000):
+        path = root / (f"{date}-{command}" + (f"-{number}" if number > 1 else ""))
+        found = _read_json(path / "manifest.json")
+        summary = _read_json(path / "summary.json") or {}
+        if found is None and not (path.exists() and any(path.iterdir())):
+            return path
+        if found is not None and not _differences(found, manifest) and not summary.get("complete"):
+            return path
+    raise RunFolderError(f"{root} has a thousand runs of {date}: name a folder with --out")
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Replace a file by one that is complete on disk."""
+    temporary = path.with_name(path.name + ".part")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1, ensure_ascii=False, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise RunFolderError(f"{path} is damaged ({error}): remove it, or use another folder with --out") from error
+    return value if isinstance(value, dict) else None
+
+
+def _check_empty(path: Path) -> None:
+    left = [entry.name for entry in path.iterdir() if not entry.name.endswith(".part")]
+    if left:
+        raise RunFolderError(f"{path} is no run folder and holds {left[0]!r}: choose a new or empty one with --out")
+
+
+def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    wanted = json.loads(json.dumps(wanted))
+    names = [name for name in {**found, **wanted} if name not in INCIDENTAL]
+    return [
+        f"{name} was {json.dumps(found.get(name))[:120]}, is {json.dumps(wanted.get(name))[:120]}"
+        for name in names
+        if found.get(name) != wanted.get(name)
+    ]
+
+
+def _check_same(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    differences = _differences(found, wanted)
+    if differences:
+        raise RunFolderError(
+            f"{path} holds another run ({'; '.join(differences[:3])}): it is not overwritten; "
+            "choose another folder with --out, or repeat that run's command to continue it"
+        )
+
+
+def _read_records(path: Path) -> tuple[Record, ...]:
+    """The records of a file, after cutting half a line off its end."""
+    if not path.exists():
+        return ()
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    records = []
+    for number, line in enumerate(whole.decode("utf-8").splitlines(), 1):
+        try:
+            records.append(Record.parse(line))
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunFolderError(f"{path}, line {number} is damaged ({error}): remove that line to redo it") from error
+    return tuple(records)

@@ -1,0 +1,154 @@
+"""One row a strategy, from a run's records and measurements: what `summary.json` holds and the table shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specjax import metrics
+from specjax.records import Record
+
+BASELINE = "none"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of a strategy beside its records. `None`: not measured (yet)."""
+
+    settings: str  # the drafter, as it prints itself
+    label: str
+    exact: bool
+    compile_s: float | None = None
+    draft_s: float | None = None
+    verify_s: float | None = None
+    added_bytes: Mapping[str, int] | None = None
+    peak_bytes: int | None = None  # held at once at verification, from shapes
+    compiler_bytes: int | None = None  # the compiled loop on this backend: argument + output + temporaries - alias
+    temp_bytes: int | None = None  # of these, temporaries
+
+
+def make_rows(
+    measured: Mapping[str, Measured], records: Sequence[Record], *, greedy: bool, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Rows in the order of `measured`; the baseline is the strategy named `none`, where there is one."""
+    by_drafter: dict[str, dict[str, Record]] = {name: {} for name in measured}
+    for record in records:
+        if record.drafter in by_drafter and record.finish != "not_finite":
+            by_drafter[record.drafter][record.question_id] = record
+    baseline = by_drafter.get(BASELINE, {})
+    plain = measured.get(BASELINE)
+    plain_round_s = None
+    if plain is not None and plain.draft_s is not None and plain.verify_s is not None:
+        plain_round_s = plain.draft_s + plain.verify_s
+    return [
+        _row(name, known, by_drafter[name], baseline, plain_round_s, greedy, seed) for name, known in measured.items()
+    ]
+
+
+def _row(
+    name: str,
+    known: Measured,
+    records: Mapping[str, Record],
+    baseline: Mapping[str, Record],
+    plain_round_s: float | None,
+    greedy: bool,
+    seed: int,
+) -> dict[str, Any]:
+    own = list(records.values())
+    summary = metrics.summarize([record.counts for record in own], seed=seed).as_json()
+    speedup = _speedup(own, baseline)
+    difference = None if not greedy or name == BASELINE else first_difference(own, baseline)
+    equal = None if not greedy or not baseline or not own else difference is None
+    row = {"drafter": name, "settings": known.settings, "label": known.label, **summary}
+    row |= {
+        "tokens_per_second": tokens_per_second(own),
+        "speedup": speedup,
+        "estimated_speedup": metrics.expected_speedup(
+            summary["acceptance_length"], known.draft_s, known.verify_s, plain_round_s
+        ),
+        "draft_s": known.draft_s,
+        "verify_s": known.verify_s,
+        "compile_s": known.compile_s,
+        "prefill_s": sum(record.prefill_s / record.batch_rows for record in own),
+        "decode_s": sum(record.decode_s / record.batch_rows for record in own),
+        "seconds_per_token_quantiles": metrics.quantiles([_seconds_per_token(r) for r in own if len(r.tokens) > 1]),
+        "added_bytes": None if known.added_bytes is None else dict(known.added_bytes),
+        "peak_bytes": known.peak_bytes,
+        "compiler_bytes": known.compiler_bytes,
+        "temp_bytes": known.temp_bytes,
+        "greedy_equal": equal,
+        "greedy_difference": difference,
+        "exact": known.exact,
+        "categories": _by_category(own, baseline),
+    }
+    return row | {"notes": _notes(row)}
+
+
+def tokens_per_second(records: Sequence[Record]) -> float | None:
+    """Tokens of rounds by the time of decoding: the prompt and the first token, which it emits, are apart."""
+    tokens = sum(int(record.counts.emitted.sum()) for record in records)
+    return metrics.ratio(tokens, sum(record.decode_s / record.batch_rows for record in records))
+
+
+def first_difference(records: Sequence[Record], baseline: Mapping[str, Record]) -> dict[str, Any] | None:
+    """The first prompt whose tokens differ from the baseline's, and where; `None` if there is none."""
+    for record in records:
+        if record.question_id not in baseline:
+            continue
+        theirs = baseline[record.question_id].tokens
+        if record.tokens != theirs:
+            pairs = list(zip(record.tokens, theirs, strict=False))
+            position = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+            return {
+                "question_id": record.question_id,
+                "position": position,  # of the generated tokens, counted from 0
+                "token": record.tokens[position] if position < len(record.tokens) else None,
+                "baseline_token": theirs[position] if position < len(theirs) else None,
+            }
+    return None
+
+
+def _speedup(records: Sequence[Record], baseline: Mapping[str, Record]) -> float | None:
+    """Ratio of tokens/s on the prompts that both decoded in one session."""
+    own = [
+        record
+        for record in records
+        if record.question_id in baseline and baseline[record.question_id].session == record.session
+    ]
+    mine, theirs = tokens_per_second(own), tokens_per_second([baseline[record.question_id] for record in own])
+    return None if mine is None or theirs is None else metrics.ratio(mine, theirs)
+
+
+def _seconds_per_token(record: Record) -> float:
+    return record.decode_s / (len(record.tokens) - 1)
+
+
+def _by_category(records: Sequence[Record], baseline: Mapping[str, Record]) -> dict[str, dict[str, Any]]:
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.category, []).append(record)
+    return {
+        category: {
+            "prompts": len(group),
+            "acceptance_length": metrics.summarize([record.counts for record in group]).acceptance_length,
+            "tokens_per_second": tokens_per_second(group),
+            "speedup": _speedup(group, baseline),
+        }
+        for category, group in groups.items()
+    }
+
+
+def _notes(row: Mapping[str, Any]) -> list[str]:
+    notes = [row["label"]] if row["label"] else []
+    if row["drafter"] != BASELINE and row["speedup"] is not None and row["speedup"] < 1:
+        notes.append(f"does not pay here: {row['speedup']:.2f} x the speed of none")
+    if not row["exact"]:
+        notes.append("approximate: the rule does not keep the target's law")
+    if (difference := row["greedy_difference"]) is not None:
+        notes.append(
+            f"greedy output differs from none's, first in {difference['question_id']} at token {difference['position']}"
+        )
+    if row["acceptance_rate"] is None and row["drafter"] != BASELINE and row["rounds"]:
+        notes.append("nothing was drafted")
+    return notes

@@ -33,7 +33,6 @@ from specjax.exactness.subjects import Subject, instances
 
 LEVEL = 0.05
 SETTINGS = (Setting(1.0), Setting(0.7, top_p=0.8))
-PLAIN = (Setting(1.0),)
 Say = Callable[[str], None]
 
 
@@ -71,19 +70,20 @@ def detections(seeds: int, samples: int, say: Say = lambda text: None) -> dict[s
     subject, drafter = instances(3)[0]
     program = decode.Program(subject.model, drafter)
     length = lab.Experiment(program, subject).length
-    joint = lab.joint_laws(subject, PLAIN, length)[0]
+    joint = lab.joint_laws(subject, SETTINGS[:1], length)[0]
     level = lab.ALPHA * lab.SHARES["joint"]
-    size = statistics.detectable(samples, joint.cells, level)
+    counted = int((sampler.make_cases(subject, SETTINGS, length, samples).case == 0).sum())
+    size = statistics.detectable(counted, joint.cells, level)
     planted = _planted(subject, joint, length, size)
     caught = 0
     for seed in range(seeds):
-        tally = _sample(program, planted, PLAIN, length, samples, 20_000 + seed)
+        tally = _sample(program, planted, SETTINGS, length, samples, 20_000 + seed)
         caught += statistics.joint_test(tally.cells[0][:-1], joint, "").p_value <= level
         if seed % 50 == 49:
             say(f"planted deviation of {size:.4f}: {caught} of {seed + 1} seeds caught")
-    worst = _worst_case(joint, size, samples, level, seeds=20 * seeds)
+    worst = _worst_case(joint, size, counted, level, seeds=20 * seeds)
     return {
-        "total_variation": size, "samples": samples, "level": level, "caught": caught, "seeds": seeds,
+        "total_variation": size, "samples": counted, "level": level, "caught": caught, "seeds": seeds,
         "rate": caught / seeds, "worst_direction_rate": worst, "holds": caught >= 0.99 * seeds,
     }  # fmt: skip
 
@@ -107,7 +107,7 @@ def _planted(subject: Subject, joint: Joint, length: int, size: float) -> Subjec
         return dataclasses.replace(subject, params={"table": table})
 
     def excess(c: float) -> float:
-        law = lab.joint_laws(moved(c), PLAIN, length)[0].cells
+        law = lab.joint_laws(moved(c), SETTINGS[:1], length)[0].cells
         return 0.5 * float(np.abs(law - joint.cells).sum()) - size
 
     return moved(float(brentq(excess, 0.0, 1.0, xtol=1e-5)))
@@ -130,7 +130,9 @@ def markdown(found: dict[str, Any]) -> str:
     lines = [f"Right rule, {LEVEL:g} level each, {next(iter(found['false_alarms'].values()))['seeds']} seeds:", ""]
     lines += ["| test | alarms | 99 % interval | holds |", "|---|---|---|---|"]
     for test, row in found["false_alarms"].items():
-        span = f"{row['interval'][0]} to {row['interval'][1]}" if test != "sequential" else f"at most {row['interval'][1]}"
+        span = (
+            f"{row['interval'][0]} to {row['interval'][1]}" if test != "sequential" else f"at most {row['interval'][1]}"
+        )
         lines.append(f"| {test} | {row['alarms']} ({row['rate']:.3f}) | {span} | {'yes' if row['holds'] else 'NO'} |")
     hit = found["detections"]
     lines += [

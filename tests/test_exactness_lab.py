@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from specjax.experiments import calibration
 
 from specjax import decode, testing, verify
 from specjax.exactness import (
@@ -25,7 +26,6 @@ from specjax.exactness import (
 )
 from specjax.exactness.faulty_rules import AlwaysAccept, NotStrict, SmallEpsilonInRatio
 from specjax.exactness.subjects import instances, llama_subject
-from specjax.experiments import calibration
 
 PLAIN = (Setting(1.0),)
 SUBJECT, RIGHT = instances(1)[0]
@@ -92,9 +92,8 @@ def test_a_drafter_that_lies_about_q_is_caught_and_one_that_proposes_badly_passe
     assert "looks like" in str(report)
 
 
-@pytest.mark.parametrize("rule", [verify.Typical(), verify.Lenient(0.8)])
-def test_approximate_rules_are_measured_and_never_called_exact(rule):
-    report = check(RIGHT, rule=rule, **QUICK)
+def test_approximate_rules_are_measured_and_never_called_exact():
+    report = check(RIGHT, rule=verify.Typical(), **QUICK)
     assert report.verdict == "APPROXIMATE"
     assert not report.passed
     assert not report.proven

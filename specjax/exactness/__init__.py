@@ -1,7 +1,7 @@
 """The exactness lab: evidence, with error rates and power, that decoding keeps the target's law.
 
-    from specjax.exactness import assert_exact
-    assert_exact("./mine.py:Mine")
+from specjax.exactness import assert_exact
+assert_exact("./mine.py:Mine")
 """
 
 from specjax.exactness.lab import assert_exact, check

@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--min-p", type=float, default=0.0)
-    parser.add_argument("--samples", type=int, help=f"sequences (default {lab.SAMPLES:,}; a checkpoint: {large.SEQUENCES})")
+    parser.add_argument(
+        "--samples", type=int, help=f"sequences (default {lab.SAMPLES:,}; a checkpoint: {large.SEQUENCES})"
+    )
     parser.add_argument("--alpha", type=float, default=lab.ALPHA, help="level of the whole family of tests")
     parser.add_argument(
         "--detect", type=float, default=lab.DETECT, metavar="TV",

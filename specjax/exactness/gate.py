@@ -86,7 +86,12 @@ def _elder(draft: tuple[int, ...], parents: tuple[int, ...], node: int) -> tuple
 
 
 def law_of(
-    rule: verify.Rule, p: Law, proposal: Proposal, vocab: int, dtype: str = "float64", walk: Callable[..., Verdict] = verify.walk
+    rule: verify.Rule,
+    p: Law,
+    proposal: Proposal,
+    vocab: int,
+    dtype: str = "float64",
+    walk: Callable[..., Verdict] = verify.walk,
 ) -> tuple[np.ndarray, float]:
     """The joint law of one round's tokens, completed by the target, and the mean number accepted.
 
@@ -106,14 +111,18 @@ def law_of(
             jnp.full((len(patterns) * drafts,), nodes, jnp.int32),
             cache=(),
             state=(),
-            parents=None if proposal.parents == tuple(range(-1, nodes - 1)) else jnp.asarray(proposal.parents, jnp.int32),
+            parents=None
+            if proposal.parents == tuple(range(-1, nodes - 1))
+            else jnp.asarray(proposal.parents, jnp.int32),
         )
         log_p = jnp.asarray(repeat(grid.log_p), dtype)
 
         def run(u: np.ndarray) -> Outcome:
             return jax.device_get(_walk(walk, rule, log_p, draft, jnp.asarray(u, dtype)))
 
-        chance, (path, accepted, law), monotone = _patterns(run, np.tile(patterns, (drafts, 1)), BISECTIONS[dtype], dtype)
+        chance, (path, accepted, law), monotone = _patterns(
+            run, np.tile(patterns, (drafts, 1)), BISECTIONS[dtype], dtype
+        )
     if not monotone.all():
         raise ValueError(
             f"rule {rule!r}: `accepts` must be true exactly for uniforms below some threshold; "

@@ -26,7 +26,9 @@ def check_rule(rule: verify.Rule) -> tuple[dict[str, float], tuple[Result, ...]]
     for dtype, tolerance in gate.TOLERANCE.items():
         worst = max(difference(rule, proposal, p, dtype) for p, proposal in grid())
         differences[dtype] = worst
-        results.append(Result("identity", f"{dtype}, largest difference {worst:.1e}", worst, 0, float(worst <= tolerance)))
+        results.append(
+            Result("identity", f"{dtype}, largest difference {worst:.1e}", worst, 0, float(worst <= tolerance))
+        )
         results[-1] = _certain(results[-1])
     never = gate.accepts_impossible(rule)
     results.append(_certain(Result("identity", "a draft of probability 0 at u = 0", never, 0, float(never == 0))))

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from specjax import decode, drafter as drafters, verify
+from specjax import decode, verify
+from specjax import drafter as drafters
 from specjax.drafter import Drafter
 from specjax.exactness import analysis, compatibility, identity, sampler, statistics
 from specjax.exactness.oracle import Joint, check_enumerable, enumerate_joint

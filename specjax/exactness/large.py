@@ -21,7 +21,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 from scipy.stats import chi2
 
-from specjax import decode, drafter as drafters, sampling, verify, weights
+from specjax import decode, sampling, verify, weights
+from specjax import drafter as drafters
 from specjax.drafter import Drafter
 from specjax.exactness import compatibility, identity, lab, statistics
 from specjax.exactness.report import APPROXIMATE, FAIL, INCONCLUSIVE, PASS, Case, Report

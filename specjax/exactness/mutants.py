@@ -1,6 +1,6 @@
-"""Faulty verifiers, drafters, caches and loops: what the lab must be able to see.
+"""Faulty verifiers: what the lab must be able to see (drafters, caches and loops: `faulty_drafters`, `faulty_loops`).
 
-Each goes through the production round; one part of it is replaced. Names say what is computed. `CONTROLS`
+Each goes through the production round; its verification is replaced. Names say what is computed. `CONTROLS`
 are unusual but right, and must pass.
 """
 
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax import decode, sampling, verify
+from specjax import sampling, verify
 from specjax.exactness.block import block
 from specjax.exactness.faulty_rules import FAULTY_RULES
 from specjax.types import Draft, Keys, Verdict
@@ -30,9 +30,6 @@ class Mutant:
     fault: str
     rule: verify.Rule | None = None
     verifier: Verifier | None = None
-    drafter: str = ""  # a class of `specjax.exactness.faulty_drafters`
-    cache: bool = False
-    loop: str = ""
 
     def verify(self, keys: Keys, log_p: Array, draft: Draft, live: Array) -> tuple[Verdict, Array]:
         """The verification that this mutant does."""
@@ -236,9 +233,6 @@ VERIFY_MUTANTS = (
     + BLOCK_MUTANTS
 )
 
-DRAFTERS = ("HotterDraw", "ArgmaxDraw", "TopTwoDraw", "UnfilteredReport", "UnfilteredDraw", "FilterBeforeTemperature")
-ROUNDING = ("Bfloat16Draw", "Bfloat16Report")
-
 
 @dataclass(frozen=True)
 class Panel:
@@ -255,22 +249,3 @@ class Panel:
             return jnp.stack([leaf.astype(leaves[0].dtype) for leaf in leaves])[rows % len(leaves), rows]
 
         return jax.tree.map(own, *results)
-
-
-def late_end(program: decode.Program, params: Any, drafter_params: Any, state: decode.State) -> decode.State:
-    """End-of-sequence is looked for in a round's last token only."""
-    ends = state.end_ids
-
-    def body(state: decode.State) -> decode.State:
-        blind = replace(state, end_ids=jnp.full_like(ends, -1))
-        state = replace(decode.decode_round(program, params, drafter_params, blind), end_ids=ends)
-        last = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)
-        return replace(state, done=state.done | jnp.any(last == ends[None], -1))
-
-    return jax.lax.while_loop(lambda state: ~jnp.all(state.done), body, state)
-
-
-def extra_counted(program: decode.Program, params: Any, drafter_params: Any, state: decode.State) -> decode.State:
-    """The further token is counted as an accepted draft."""
-    state = decode.run(program, params, drafter_params, state)
-    return replace(state, counts=replace(state.counts, accepted=state.counts.emitted))

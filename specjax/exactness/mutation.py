@@ -17,7 +17,8 @@ import numpy as np
 from specjax import decode
 from specjax.exactness import identity, lab, sampler, statistics
 from specjax.exactness.faulty_drafters import FAULTY_DRAFTERS, StaleTable
-from specjax.exactness.mutants import CONTROLS, VERIFY_MUTANTS, Mutant, Panel, extra_counted, late_end
+from specjax.exactness.faulty_loops import extra_counted, late_end
+from specjax.exactness.mutants import CONTROLS, VERIFY_MUTANTS, Mutant, Panel
 from specjax.exactness.sampler import Setting
 from specjax.exactness.statistics import EProcess, Result
 from specjax.exactness.subjects import Subject, TableDrafter, instances

@@ -114,9 +114,9 @@ def conditional_tests(counts: np.ndarray, joint: Joint, where: str) -> list[Resu
 def independence_tests(counts: np.ndarray, joint: Joint, where: str) -> list[Result]:
     """Correlation between positions of what the context does not explain.
 
-    Each token is turned into its mid-rank under its own conditional law, tokens ordered by probability,
-    minus its expectation: under the null these are martingale differences, uncorrelated, and the variance of each product is known
-    from the enumeration.
+    Each token is turned into its mid-rank under its own conditional law (tokens ordered by probability),
+    less its expectation. Under the null these are martingale differences, hence uncorrelated, and the
+    variance of each product is known from the enumeration.
     """
     scores = []
     for t, step in enumerate(joint.steps):

@@ -130,7 +130,9 @@ def instances(num_speculative_tokens: int) -> list[tuple[Subject, TableDrafter]]
     return [(table_subject(*size), TableDrafter(num_speculative_tokens, size[1], size[2])) for size in sizes]
 
 
-def llama_subject(vocab: int = 4, seed: int = 0, prompts: Sequence[Sequence[int]] = ((1,), (2, 0, 3), (0, 1, 2, 1, 0))) -> Subject:
+def llama_subject(
+    vocab: int = 4, seed: int = 0, prompts: Sequence[Sequence[int]] = ((1,), (2, 0, 3), (0, 1, 2, 1, 0))
+) -> Subject:
     """A tiny Llama with a vocabulary that can be enumerated; every prompt is a context of its own."""
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 2}
     model, params = tiny_model(seed, vocab_size=vocab, num_kv_heads=1, context_length=64, **sizes)

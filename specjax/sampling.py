@@ -40,10 +40,12 @@ def make_sampling(
     )
     arrays = {}
     for name, value, dtype, allowed, text in rules:
-        array = np.asarray(value, np.float64)
-        if not np.all(np.isfinite(array)) or not np.all(allowed(array)):
+        wide = np.asarray(value, np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):
+            array = wide.astype(dtype)  # checked as it is used: a top_p of 1e-60 is zero
+        if not np.all(np.isfinite(wide) & np.isfinite(array)) or not np.all(allowed(wide) & allowed(array)):
             raise ValueError(f"{name}={value!r}: must be finite and {text}")
-        arrays[name] = jnp.asarray(np.broadcast_to(array.astype(dtype), (batch,)))
+        arrays[name] = jnp.asarray(np.broadcast_to(array, (batch,)))
     return Sampling(**arrays)
 
 

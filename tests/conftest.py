@@ -11,14 +11,13 @@ from beartype.roar import BeartypeDecorHintPep585DeprecationWarning  # noqa: E40
 warnings.filterwarnings("ignore", category=BeartypeDecorHintPep585DeprecationWarning)  # of flax's annotations
 CHECKED = ("sampling", "verify", "cache", "drafter", "drafters", "engine", "model")
 """Modules whose annotations are checked at each call. Not those whose pytrees also hold shapes (`jax.eval_shape`)."""
-jaxtyping.install_import_hook([f"specjax.{name}" for name in CHECKED], "beartype.beartype")
+jaxtyping.install_import_hook([f"specjax.{name}" for name in CHECKED], "typecheck.check")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_debug_key_reuse", True)
 
 import subjects  # noqa: E402
 

@@ -114,7 +114,7 @@ def _planted(subject: Subject, joint: Joint, length: int, size: float) -> Subjec
 
 
 def _worst_case(joint: Joint, size: float, samples: int, level: float, seeds: int) -> float:
-    """Rejections of the deviation that is hardest to see: in proportion to p, up in half of the mass, down in the other."""
+    """Rejections of the deviation that is hardest to see: in proportion to p, up in one half of the mass."""
     generator, law = np.random.default_rng(1), joint.cells
     order = generator.permutation(len(law))
     half = np.cumsum(law[order]) < 0.5

@@ -65,7 +65,7 @@ def _report(args: argparse.Namespace) -> lab.Report:
     chosen = drafter.load(args.drafter, dict(_pair(text) for text in args.set)) if args.drafter else None
     rule = load_rule(args.rule)
     filters = (args.top_k, args.top_p, args.min_p)
-    settings = lab.SETTINGS
+    settings: tuple[Setting, ...] = lab.SETTINGS
     if args.temperature is not None or filters != (0, 1.0, 0.0):
         settings = (Setting(1.0 if args.temperature is None else args.temperature, *filters),)
         settings[0].sampler()  # checks ranges

@@ -19,9 +19,13 @@ REPLAY_TOLERANCE = 1e-5
 """Share of drafts that may not replay: two fusions of one program may round a law differently."""
 
 
-@functools.lru_cache(maxsize=64)
 def check_rule(rule: verify.Rule) -> tuple[dict[str, float], tuple[Result, ...]]:
     """The enumeration gate on a small grid: a chain of two over three ids, and siblings, with zeros in the laws."""
+    return _check_rule(rule)  # cached: a rule is hashable, though its protocol does not say so
+
+
+@functools.lru_cache(maxsize=64)
+def _check_rule(rule: Any) -> tuple[dict[str, float], tuple[Result, ...]]:
     differences, results = {}, []
     for dtype, tolerance in gate.TOLERANCE.items():
         worst = max(difference(rule, proposal, p, dtype) for p, proposal in grid())

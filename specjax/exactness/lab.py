@@ -205,7 +205,7 @@ def measure(
         results += case_results(f"{subject.name}, {name}", tally, index, joint, bets[index])
         counts = tally.accepted[index]
         mean = float((counts * np.arange(len(counts))).sum() / counts.sum())
-        cases.append(Case(name, joint.cells, tally.cells[index], 1.0, mean))
+        cases.append(Case(name, joint.cells, np.asarray(tally.cells[index]), 1.0, mean))
     return cases, results, tally, joints
 
 
@@ -221,7 +221,8 @@ def joint_laws(subject: Subject, settings: Sequence[Setting], length: int, end_i
 
 def case_results(where: str, tally: Tally, index: int, joint: Joint, bet: EProcess) -> list[Result]:
     """All tests of one case. Sequences outside of every cell are a failure of the joint test by themselves."""
-    counts, lost = tally.cells[index][:-1], tally.cells[index][-1]
+    cells = np.asarray(tally.cells[index])
+    counts, lost = cells[:-1], cells[-1]
     first = statistics.joint_test(counts, joint, where)
     if lost > 0:
         first = Result("joint", f"{where}: {int(lost)} sequences with an id of probability 0, or cut", np.inf, 0, 0.0)

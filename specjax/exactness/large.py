@@ -167,7 +167,7 @@ def _watched(
 
 @functools.partial(jax.jit, static_argnames=("model",))
 def _read(model: Model, params: Params, tokens: Int[Array, "B T"], length: Int[Array, "B"]) -> Cache:
-    cache = model.init_cache(*tokens.shape, jnp.float32)
+    cache = model.init_cache(tokens.shape[0], tokens.shape[1], jnp.float32)
     return decode.prefill(model, params, tokens, length, cache)[2]
 
 
@@ -234,7 +234,8 @@ def two_sample_test(one: np.ndarray, other: np.ndarray, prompts: Sequence[Sequen
 
     Gao et al. 2024 (Model Equality Testing, arXiv 2410.20247, section 3).
     """
-    generator, groups = np.random.default_rng(seed), {}
+    generator = np.random.default_rng(seed)
+    groups: dict[tuple[int, ...], list[int]] = {}
     for row, prompt in enumerate(prompts):
         groups.setdefault(tuple(prompt), []).append(row)
     observed, permuted = 0.0, np.zeros(PERMUTATIONS)

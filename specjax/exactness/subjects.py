@@ -110,10 +110,14 @@ def table(vocab: int, order: int, laws: Laws) -> Params:
     values[..., marker] = 0
     for length in range(order):
         for context in itertools.product(range(vocab), repeat=length):
-            values[(..., marker, *context, slice(0, vocab))] = laws[context[1:]]
+            values[_index(..., marker, *context, slice(0, vocab))] = laws[context[1:]]
     for context in itertools.product(range(vocab), repeat=order - 1):
-        values[(slice(0, vocab), *context, slice(0, vocab))] = laws[context]
+        values[_index(slice(0, vocab), *context, slice(0, vocab))] = laws[context]
     return table_params(values)
+
+
+def _index(*parts: Any) -> Any:
+    return parts
 
 
 def table_subject(vocab: int, order: int, seed: int) -> Subject:

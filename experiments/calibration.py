@@ -142,12 +142,13 @@ def markdown(found: dict[str, Any]) -> str:
         f"that is hardest to see, {hit['worst_direction_rate']:.1%} of {20 * hit['seeds']} multinomial draws.",
     ]
     if "mutants" in found:
-        lines += ["", "| mutant | what it computes | TV seen | accepted | killed by | p |", "|---|---|---|---|---|---|"]
+        lines += ["", "| mutant | what it computes | sequences | TV seen | accepted | killed by | p |"]
+        lines.append("|---|---|---|---|---|---|---|")
         for row in found["mutants"]:
             killers = ", ".join(row["killed_by"]) or "none"
             lines.append(
-                f"| {row['name']} | {row['fault']} | {row['total_variation']:.3f} | {row['accepted_per_round']:.2f} "
-                f"| {killers} | {row['p_value']:.1g} |"
+                f"| {row['name']} | {row['fault']} | {row['samples']:,} | {row['total_variation']:.3f} "
+                f"| {row['accepted_per_round']:.2f} | {killers} | {row['p_value']:.1g} |"
             )
     return "\n".join(lines) + "\n"
 
@@ -170,7 +171,8 @@ def main(arguments: list[str] | None = None) -> None:
         "detections": detections(args.seeds // 2, args.samples, say),
     }
     if args.mutants:
-        rows = [*mutation.panel(samples=args.mutants, progress=say), *mutation.others(samples=args.mutants)]
+        rows = [*mutation.panel(samples=args.mutants, progress=say), *mutation.liars(samples=args.mutants)]
+        rows += mutation.others(samples=args.mutants)
         found["mutants"] = [dataclasses.asdict(row) for row in rows]
     args.output.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     args.output.with_suffix(".md").write_text(markdown(found))

@@ -141,3 +141,17 @@ FAULTY_DRAFTERS: dict[str, type[Liar]] = {
         Bfloat16Draw, Bfloat16Report,
     )
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Liars(TableDrafter):
+    """Every liar in turn, a row each: one compilation for all."""
+
+    def draw(
+        self, keys: Keys, params: Params, target: Target, context: Int[Array, "B O"]
+    ) -> tuple[Int[Array, "B"], Float[Array, "B V"]]:
+        """Each row's own liar draws and reports."""
+        kinds = [kind(self.num_speculative_tokens, self.order, self.seed) for kind in FAULTY_DRAFTERS.values()]
+        tokens, laws = zip(*(kind.draw(keys, params, target, context) for kind in kinds), strict=True)
+        rows = jnp.arange(context.shape[0], dtype=jnp.int32)
+        return jnp.stack(tokens)[rows % len(kinds), rows], jnp.stack(laws)[rows % len(kinds), rows]

@@ -60,7 +60,7 @@ def difference(rule: verify.Rule, proposal: gate.Proposal, p: gate.Law, dtype: s
     return float(np.abs(law - gate.target_joint(p, vocab, law.ndim)).max())
 
 
-def replay_results(tally: Tally) -> list[Result]:
+def replay_results(tally: Tally, cases: slice = slice(None)) -> list[Result]:
     """Whether each drafted token is what the round's key draws from the law reported for it.
 
     A drafter may draw with other noise; then agreement is a matter of chance, sum q^2, and nothing
@@ -68,10 +68,10 @@ def replay_results(tally: Tally) -> list[Result]:
     draw from another law. This sees a law drawn in bfloat16, which no affordable sample can.
     """
     results = []
-    for position, drawn in enumerate(tally.drawn):
-        excess = tally.replayed[position] - tally.chance[position]
-        own = drawn > 0 and excess > 8 * math.sqrt(tally.spread[position] + 1)
-        missed = drawn - tally.replayed[position]
+    sums = (np.asarray(part)[cases].sum(0) for part in (tally.drawn, tally.replayed, tally.chance, tally.spread))
+    for position, (drawn, replayed, chance, spread) in enumerate(zip(*sums, strict=True)):
+        own = drawn > 0 and replayed - chance > 8 * math.sqrt(spread + 1)
+        missed = drawn - replayed
         where = f"draft {position}: {int(missed):,} of {int(drawn):,} are not drawn from the law reported"
         if own:
             p_value = float(missed <= REPLAY_TOLERANCE * drawn)

@@ -1,7 +1,7 @@
 """The lab's own test: every mutant must be rejected, every control must pass.
 
-Mutants of the verification share one program, a row each (`mutants.Panel`); drafters, the cache and the
-loop are run one by one. The tests, levels and settings are those of `check`.
+Mutants of the verification share one program, a row each (`mutants.Panel`), and so do the lying drafters;
+the cache and the loops are run one by one. The tests, levels and settings are those of `check`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from specjax import decode
 from specjax.exactness import identity, lab, sampler, statistics
-from specjax.exactness.faulty_drafters import FAULTY_DRAFTERS, StaleTable
+from specjax.exactness.faulty_drafters import FAULTY_DRAFTERS, Liars, StaleTable
 from specjax.exactness.faulty_loops import extra_counted, late_end
 from specjax.exactness.mutants import CONTROLS, VERIFY_MUTANTS, Mutant, Panel
 from specjax.exactness.sampler import Setting
@@ -53,18 +53,7 @@ def panel(
     """Test every mutant of the verification with `samples` sequences each, at the level `alpha` each."""
     subject, drafter = instances(num_speculative_tokens)[0]
     program = decode.Program(subject.model, drafter, verifier=Panel(tuple(mutants)))
-    length = lab.Experiment(program, subject).length
-    cases = _deal(subject, len(mutants), length, batch)
-    joints = lab.joint_laws(subject, PANEL_SETTINGS, length) * len(mutants)
-    bets = [EProcess(np.append(joint.cells, 0.0)) for joint in joints]
-    params = drafter.params(jax.random.key(0), subject.model, subject.params)
-    for tally in sampler.sample(
-        program, subject, params, PANEL_SETTINGS, new_tokens=length, samples=samples * len(mutants), seed=seed,
-        cases=cases,
-    ):  # fmt: skip
-        for bet, counts in zip(bets, tally.cells, strict=True):
-            bet.update(counts)
-        progress(f"{int(tally.cells.sum()):,} sequences")
+    tally, joints, bets = _share(program, subject, len(mutants), samples, seed, batch, progress)
     rows = []
     for number, mutant in enumerate(mutants):
         indices = range(number * len(PANEL_SETTINGS), (number + 1) * len(PANEL_SETTINGS))
@@ -80,6 +69,46 @@ def panel(
             results += identity.check_rule(mutant.rule)[1]
         rows.append(_row(mutant.name, mutant.fault, results, tally, indices, joints, alpha))
     return rows
+
+
+def liars(
+    *, samples: int = 100_000, num_speculative_tokens: int = 3, alpha: float = lab.ALPHA, seed: int = 0,
+    batch: int = sampler.BATCH, progress: Callable[[str], None] = lambda text: None,
+) -> list[Row]:  # fmt: skip
+    """Test every drafter that reports another law than it draws from, in one program."""
+    subject, right = instances(num_speculative_tokens)[0]
+    program = decode.Program(subject.model, Liars(right.num_speculative_tokens, right.order, right.seed))
+    tally, joints, bets = _share(program, subject, len(FAULTY_DRAFTERS), samples, seed, batch, progress)
+    rows = []
+    for number, (name, kind) in enumerate(FAULTY_DRAFTERS.items()):
+        indices = range(number * len(PANEL_SETTINGS), (number + 1) * len(PANEL_SETTINGS))
+        results = [
+            result
+            for index, setting in zip(indices, PANEL_SETTINGS, strict=True)
+            for result in lab.case_results(str(setting), tally, index, joints[index], bets[index])
+        ]
+        results = [*lab.adjust(results), *identity.replay_results(tally, slice(indices.start, indices.stop))]
+        rows.append(_row(name, kind.__doc__ or "", results, tally, indices, joints, alpha))
+    return rows
+
+
+def _share(
+    program: decode.Program, subject: Subject, count: int, samples: int, seed: int, batch: int,
+    progress: Callable[[str], None],
+) -> tuple[sampler.Tally, list[statistics.Joint], list[EProcess]]:  # fmt: skip
+    """Sample a program whose rows belong to `count` mutants in turn."""
+    length = lab.Experiment(program, subject).length
+    joints = lab.joint_laws(subject, PANEL_SETTINGS, length) * count
+    bets = [EProcess(np.append(joint.cells, 0.0)) for joint in joints]
+    params = program.drafter.params(jax.random.key(0), subject.model, subject.params)
+    cases = _deal(subject, count, length, batch)
+    for tally in sampler.sample(
+        program, subject, params, PANEL_SETTINGS, new_tokens=length, samples=samples * count, seed=seed, cases=cases
+    ):
+        for bet, counts in zip(bets, tally.cells, strict=True):
+            bet.update(counts)
+        progress(f"{int(tally.cells.sum()):,} sequences")
+    return tally, joints, bets
 
 
 def _deal(subject: Subject, mutants: int, length: int, batch: int) -> sampler.Cases:
@@ -116,7 +145,7 @@ def others(
     *, samples: int = 100_000, num_speculative_tokens: int = 3, alpha: float = lab.ALPHA, seed: int = 0,
     names: Sequence[str] | None = None,
 ) -> list[Row]:  # fmt: skip
-    """Test the drafters, the cache and the loops that are wrong, one program each."""
+    """Test the cache and the loops that are wrong, one program each."""
     subject, right = instances(num_speculative_tokens)[0]
     rows = []
     for name, (fault, experiment, end_id) in _others(subject, right).items():
@@ -130,9 +159,6 @@ def others(
 
 def _others(subject: Subject, right: TableDrafter) -> dict[str, tuple[str, lab.Experiment, int]]:
     found = {}
-    for name, kind in FAULTY_DRAFTERS.items():
-        liar = kind(right.num_speculative_tokens, right.order, right.seed)
-        found[name] = ((kind.__doc__ or ""), lab.Experiment(decode.Program(subject.model, liar), subject), -1)
     stale = StaleTable(subject.model.vocab_size, right.order)
     program = decode.Program(subject.model, right)
     found["StaleCache"] = (

@@ -55,10 +55,12 @@ class Tally:
     surplus: Num[Array | np.ndarray, "C"]  # sum over sequences of (accepted - overlap)
     surplus_squared: Num[Array | np.ndarray, "C"]
     overlap: Num[Array | np.ndarray, "C"]
-    drawn: Num[Array | np.ndarray, "K"]  # drafts of the first round at each position, all cases together
-    replayed: Num[Array | np.ndarray, "K"]  # of these, drafts that the round's noise draws again from the reported law
-    chance: Num[Array | np.ndarray, "K"]  # how many would agree if their noise were another
-    spread: Num[Array | np.ndarray, "K"]  # variance of the latter
+    drawn: Num[Array | np.ndarray, "C K"]  # drafts of the first round at each position
+    replayed: Num[
+        Array | np.ndarray, "C K"
+    ]  # of these, drafts that the round's noise draws again from the reported law
+    chance: Num[Array | np.ndarray, "C K"]  # how many would agree if their noise were another
+    spread: Num[Array | np.ndarray, "C K"]  # variance of the latter
 
 
 Loop = Callable[[decode.Program, Params, Params, decode.State], decode.State]
@@ -142,7 +144,7 @@ def tally_batch(
     cells = jnp.zeros((cases, vocab**new_tokens + 1), jnp.int32).at[case, code].add(1)
     most = program.drafter.num_speculative_tokens
     accepted = jnp.zeros((cases, most + 1), jnp.int32).at[case, jnp.clip(counts.accepted[:, 0], 0, most)].add(1)
-    return Tally(cells, accepted, add(surplus), add(surplus**2), add(counts.overlap.sum(1)), *replay)
+    return Tally(cells, accepted, add(surplus), add(surplus**2), add(counts.overlap.sum(1)), *map(add, replay))
 
 
 def _replay(
@@ -152,14 +154,14 @@ def _replay(
     draft = decode.propose(program, params, drafter_params, state)
     nodes = draft.tokens.shape[1]
     if draft.log_q is None or nodes == 0:
-        return (jnp.zeros((nodes,), jnp.float32),) * 4
+        return (jnp.zeros(draft.tokens.shape, jnp.float32),) * 4
     keys = sampling.fold(sampling.fold(state.keys, state.round), sampling.DRAFT)
     laws, steps = jnp.swapaxes(draft.log_q, 0, 1), jnp.arange(nodes, dtype=jnp.int32)
     again = jax.lax.map(lambda node: sampling.draw(sampling.fold(keys, node[0]), node[1]), (steps, laws)).T
     real = (jnp.arange(nodes, dtype=jnp.int32)[None] < draft.count[:, None]).astype(jnp.float32)
     chance = jnp.exp(2 * draft.log_q).sum(-1)
     same = (again == draft.tokens).astype(jnp.float32)
-    return real.sum(0), (real * same).sum(0), (real * chance).sum(0), (real * chance * (1 - chance)).sum(0)
+    return real, real * same, real * chance, real * chance * (1 - chance)
 
 
 def sample(

@@ -1,11 +1,13 @@
 """What the compiler makes of the round: no second cache, no second copy of weights, one compilation, no host."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import decode, memory
+from specjax import decode, make_sampling, memory
 from specjax.drafter import load
 from specjax.engine import Engine
 from specjax.memory.compiler import QUICK, lower_round
@@ -78,20 +80,18 @@ def test_a_program_that_keeps_a_copy_of_its_cache_is_caught():
 
 
 def test_shapes_of_the_state_are_those_that_the_loop_starts_with():
-    model, params = tiny_model()
-    engine = Engine(model, params, load("external"))
-    state = engine.start([[1, 2, 3]], max_new_tokens=4, seed=0)
-    sizes = {"batch": 1, "capacity": state.tokens.shape[1], "cache_dtype": engine.cache_dtype}
-    expected = state_shapes(engine.program, params, engine.drafter_params, **sizes)
+    program, params, own = large(*STRATEGIES["external"])
+    expected = state_shapes(program, params, own, **SIZES)
+    first = (expected.tokens, expected.length, expected.limit, expected.keys, expected.end_ids, expected.sampling)
+    start = functools.partial(decode.start, program, cache_dtype=jnp.dtype(jnp.float32))
+    state = jax.eval_shape(start, params, own, *first)
     assert jax.tree.structure(state) == jax.tree.structure(expected)
     for real, shape in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         assert (real.shape, real.dtype) == (shape.shape, shape.dtype)
 
 
-def test_another_prompt_temperature_limit_or_seed_compiles_nothing(monkeypatch):
-    from specjax import make_sampling
-
-    model, params = tiny_model()
+def test_another_prompt_temperature_limit_or_seed_compiles_nothing():
+    model, params = tiny_model(num_layers=2)
     engine = Engine(model, params, load("early-exit", {"num_speculative_tokens": "2"}))
     engine.generate([[1, 2, 3]], max_new_tokens=4, seed=0)
     before = [function._cache_size() for function in (decode.start, decode.run)]
@@ -101,7 +101,7 @@ def test_another_prompt_temperature_limit_or_seed_compiles_nothing(monkeypatch):
 
 
 def test_a_first_round_with_fresh_arrays_and_a_second_with_its_results_share_a_compilation():
-    model, params = tiny_model()
+    model, params = tiny_model(num_layers=2)
     engine = Engine(model, params, load("ngram", {"num_speculative_tokens": "2"}))
     state = engine.start([[1, 2, 3]], max_new_tokens=9, seed=0)
     before = decode.step._cache_size()
@@ -111,7 +111,7 @@ def test_a_first_round_with_fresh_arrays_and_a_second_with_its_results_share_a_c
 
 
 def test_the_loop_moves_nothing_between_host_and_device():
-    model, params = tiny_model()
+    model, params = tiny_model(num_layers=2)
     engine = Engine(model, params, load("ngram", {"num_speculative_tokens": "2"}))
     state = engine.start([[1, 2, 3]], max_new_tokens=9, seed=0)
     with jax.transfer_guard("disallow"):
@@ -122,9 +122,9 @@ def test_the_loop_moves_nothing_between_host_and_device():
 
 
 def test_a_consumed_state_is_refused_by_name_of_the_fault():
-    model, params = tiny_model()
+    model, params = tiny_model(num_layers=2)
     engine = Engine(model, params, load("none"))
-    state = engine.start([[1, 2, 3]], max_new_tokens=2, seed=0)
+    state = engine.start([[1, 2, 3]], max_new_tokens=2, seed=0, capacity=128)
     decode.run(engine.program, params, engine.drafter_params, state)
     with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
         decode.run(engine.program, params, engine.drafter_params, state)

@@ -1,0 +1,176 @@
+"""`specjax memory`: what each strategy holds on a device, by component and phase, and what fits beside it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from specjax.memory import hardware
+from specjax.memory.ahead import Ahead, check_installed, compile_ahead
+from specjax.memory.fitting import Growth
+from specjax.memory.shapes import GROUPS, PHASES, Account
+from specjax.memory.strategies import Strategy, preset
+from specjax.model import sharding
+
+UNITS = 2**30
+
+
+@dataclass(frozen=True)
+class Column:
+    """One strategy on one device of the mesh."""
+
+    strategy: Strategy
+    account: Account
+    device: hardware.Device
+    devices: int
+    ahead: Ahead | None = None
+
+    def summary(self) -> dict[str, Any]:
+        """Plain values, for `--json`."""
+        growth, limit = Growth(self.account, self.strategy.batch, self.strategy.context), self.device.limit_bytes
+        longest = preset(self.strategy.target).context_length
+        added = sum(self.account.added_bytes.values())
+        figures = self.ahead.figures if self.ahead else None
+        return {
+            **self.strategy.asdict(),
+            "device": self.device.name,
+            "devices": self.devices,
+            "components": {part.name: part.bytes for part in self.account.components},
+            "phases": {phase: self.account.phase_bytes(phase) for phase in PHASES},
+            "peak_phase": self.account.peak_phase,
+            "peak_bytes": self.account.peak_bytes,
+            "added_bytes": self.account.added_bytes,
+            "added_per_sequence_bytes": added // self.strategy.batch,
+            "added_per_token_bytes": added // (self.strategy.batch * self.strategy.context),
+            "left_bytes": limit - self.account.needed_bytes,
+            "largest_batch": growth.largest_batch(limit),
+            "longest_context": growth.longest_context(limit, longest),
+            "compiler_bytes": figures.total_bytes if figures else None,
+            "compiler_refusal": self.ahead.refusal if self.ahead else None,
+        }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `specjax memory`."""
+    parser.add_argument("--target", default="llama-3.1-8b", help="a preset; its weights need not exist")
+    parser.add_argument(
+        "--drafter",
+        action="append",
+        metavar="NAME",
+        help="name, external:PRESET, or with fields as fp8:kv=own; may be repeated (default: ngram, early-exit, fp8)",
+    )
+    parser.add_argument("--device", default="h100", help=", ".join(hardware.DEVICES))
+    parser.add_argument("--mesh", default="1", help="chips, as 8 or 2x2x2")
+    parser.add_argument(
+        "--data", type=int, default=1, help="copies of the model in the mesh, each for a part of the rows"
+    )
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--context", type=int, default=8192, help="cache slots a row")
+    parser.add_argument("--window", type=int, default=0, help="drafted tokens a round (default: each drafter's own)")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--compile", action="store_true", help="ask the device's compiler too (minutes for 70B)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table; 2 if the request makes no sense."""
+    try:
+        columns = account_for(args)
+    except (ValueError, RuntimeError) as error:
+        print(f"specjax: error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps([column.summary() for column in columns], indent=1))
+    else:
+        Console().print(table(columns))
+    return 0
+
+
+def account_for(args: argparse.Namespace) -> list[Column]:
+    """The accounts that the arguments ask for, `none` first.
+
+    Raises:
+      ValueError: an unknown device, target or drafter, a mesh or context that does not fit them.
+      CompilerMissingError: `--compile` without the compiler.
+    """
+    device, config = hardware.find(args.device), preset(args.target)
+    devices = hardware.chips(args.mesh) * device.devices_per_chip
+    layout = sharding.layout(devices, config.num_kv_heads, data=args.data)
+    if args.batch % args.data:
+        raise ValueError(f"batch={args.batch}: must be a multiple of data={args.data}, so that rows can be split")
+    if args.compile:
+        check_installed(device)
+    columns = []
+    for name in dict.fromkeys(["none", *(args.drafter or ("ngram", "early-exit", "fp8"))]):
+        strategy = Strategy(args.target, name, args.batch, args.context, args.window * (name != "none"), args.dtype)
+        account = strategy.account(layout.size, device.platform)
+        ahead = compile_ahead(strategy, device, args.mesh, data=args.data) if args.compile else None
+        columns.append(Column(strategy, account, device, devices, ahead))
+    return columns
+
+
+def table(columns: list[Column]) -> Table:
+    """Components, phases and what is left, in GiB a device."""
+    first = columns[0]
+    title = (
+        f"{first.strategy.target}, batch {first.strategy.batch}, context {first.strategy.context}, "
+        f"{first.strategy.dtype}, on {first.devices} x {first.device.name}: GiB on each device, from shapes"
+    )
+    shown = Table(
+        title=title, caption="a component that no strategy has is left out; phases hold weights, KV and state too"
+    )
+    shown.add_column("component")
+    for column in columns:
+        shown.add_column(column.strategy.drafter, justify="right")
+    facts = [column.summary() for column in columns]
+    names = dict.fromkeys(name for fact in facts for name, size in fact["components"].items() if size)
+    for name in names:
+        shown.add_row(name, *(_gib(fact["components"].get(name, 0)) for fact in facts))
+    shown.add_section()
+    for phase in PHASES:
+        shown.add_row(f"in all: {phase}", *(_gib(fact["phases"][phase]) for fact in facts))
+    shown.add_row("the most, in", *(fact["peak_phase"] for fact in facts))
+    shown.add_row(f"left of {_gib(first.device.limit_bytes)}", *(_left(fact["left_bytes"]) for fact in facts))
+    shown.add_section()
+    for group in GROUPS:
+        shown.add_row(f"added: {group}", *(_gib(fact["added_bytes"][group]) for fact in facts))
+    shown.add_row("added a sequence, MiB", *(f"{fact['added_per_sequence_bytes'] / 2**20:.1f}" for fact in facts))
+    shown.add_row("added a token, KiB", *(f"{fact['added_per_token_bytes'] / 2**10:.2f}" for fact in facts))
+    shown.add_section()
+    shown.add_row("largest batch", *(str(fact["largest_batch"]) for fact in facts))
+    shown.add_row("longest context", *(str(fact["longest_context"]) for fact in facts))
+    if first.ahead:
+        shown.add_section()
+        shown.add_row("the compiler says", *(_compiler(fact) for fact in facts))
+        shown.add_row("its difference", *(_difference(fact) for fact in facts))
+    return shown
+
+
+def _gib(size: int) -> str:
+    return f"{size / UNITS:.3f}" if size else "0"
+
+
+def _left(size: int) -> str:
+    return _gib(size) if size >= 0 else f"{_gib(size)} does not fit"
+
+
+def _compiler(fact: dict[str, Any]) -> str:
+    if fact["compiler_bytes"] is None:
+        return "does not fit" if fact["compiler_refusal"] else "unknown"
+    return _gib(fact["compiler_bytes"])
+
+
+def _difference(fact: dict[str, Any]) -> str:
+    return "" if fact["compiler_bytes"] is None else f"{fact['compiler_bytes'] / max(fact['phases'].values()) - 1:+.2%}"
+
+
+if __name__ == "__main__":
+    own = argparse.ArgumentParser(prog="specjax memory")
+    add_arguments(own)
+    raise SystemExit(run(own.parse_args()))

@@ -1,0 +1,289 @@
+"""The accountant, against worked examples, against arrays that exist, and against itself at other sizes."""
+
+import argparse
+import itertools
+import json
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from specjax import decode, memory
+from specjax.drafter import Drafter, load
+from specjax.engine import Engine
+from specjax.memory import ahead, cli, hardware
+from specjax.memory.compiler import Compiled
+from specjax.memory.fitting import Growth
+from specjax.memory.shapes import GROUPS, PHASES, is_cache, nbytes
+from specjax.memory.strategies import Strategy
+from specjax.model import PRESETS, Llama, sharding
+from specjax.testing import tiny_config
+from specjax.types import Draft
+
+BACKEND = "tpu"  # a CPU's float32 copies are not of interest here
+
+
+def subject(spec="none", settings=None, dtype=jnp.float32, drafter=None, **changes):
+    """A tiny program with its weights, as shapes."""
+    model = Llama(tiny_config(**changes))
+    drafter = drafter or load(spec, settings or {})
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), model.shapes())
+    own = jax.eval_shape(lambda key, weights: drafter.params(key, model, weights), jax.random.key(0), params)
+    return decode.Program(model, drafter), params, own
+
+
+def account(*arguments, batch=2, capacity=64, cache_dtype=jnp.float32, **options):
+    return memory.account(
+        *subject(*arguments, **options), batch=batch, capacity=capacity, cache_dtype=cache_dtype, backend=BACKEND
+    )
+
+
+def kv_bytes(name, batch, tokens, dtype):
+    cache = jax.eval_shape(lambda: Llama(PRESETS[name]).init_cache(batch, tokens, dtype))
+    return sum(nbytes("kv", (), leaf) for leaf in jax.tree.leaves(cache))
+
+
+def test_a_cache_worked_out_by_hand():
+    found = account(
+        num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, batch=3, capacity=16, cache_dtype=jnp.bfloat16
+    )
+    assert found.phase_bytes("verify", "kv") == 2 * 2 * 2 * 8 * 16 * 3 * 2 == 6144
+
+
+@pytest.mark.parametrize(("name", "size"), [("llama-3.1-70b", 327_680), ("llama-3.1-8b", 131_072)])
+def test_kv_a_token_counts_key_value_heads_not_query_heads(name, size):
+    assert kv_bytes(name, 1, 1, jnp.bfloat16) == size
+
+
+def test_a_batch_of_32_at_128k_needs_more_than_a_terabyte_of_kv():
+    assert kv_bytes("llama-3.1-70b", 32, 131_072, jnp.bfloat16) == 1_374_389_534_720
+
+
+def test_an_80_gb_card_does_not_hold_70b_in_fp8_with_7b_in_bf16():
+    card, billion = hardware.find("h100").hbm_bytes, 10**9
+    assert card - 70 * billion * 1 - 7 * billion * 2 == -4 * billion  # an article says about 6 GB are left
+    assert card - 70 * billion * 1 - 7 * billion * 1 == 3 * billion  # and about 13
+
+
+@pytest.mark.parametrize(
+    ("spec", "settings", "weights", "kv"),
+    [
+        ("ngram", {}, False, False),
+        ("early-exit", {}, False, False),
+        ("fp8", {"kv": "shared"}, True, False),
+        ("fp8", {"kv": "own"}, True, True),
+        ("external", {}, True, True),
+    ],
+)
+def test_what_each_drafter_adds(spec, settings, weights, kv):
+    added = account(spec, settings).added_bytes
+    assert (added["weights"] > 0, added["kv"] > 0) == (weights, kv)
+    assert added["buffers"] > 0
+    assert tuple(added) == GROUPS
+
+
+def test_a_pruned_copy_keeps_a_cache_of_its_own_layers_only():
+    found = account("external", {"keep_layers": "1"}, num_layers=4)
+    target = found.bytes("target KV, committed") + found.bytes("target KV, speculative window")
+    assert found.bytes("drafter KV") * 4 == target
+
+
+def test_nothing_adds_nothing_and_a_window_costs_its_laws_and_slots():
+    assert set(account("none").added_bytes.values()) == {0}
+    found, batch, window, vocab = account("external", {"num_speculative_tokens": "3"}), 2, 3, 61
+    assert found.bytes("draft law") == batch * window * vocab * 4
+    assert found.bytes("verification logits") == batch * (window + 1) * vocab * 4
+    cache = found.bytes("target KV, committed") + found.bytes("target KV, speculative window")
+    assert found.bytes("target KV, speculative window") == cache * window // 64
+    assert account("ngram").bytes("draft law") == 0  # a point mass
+
+
+@pytest.mark.parametrize("spec", ["none", "ngram", "external", "fp8"])
+def test_components_sum_to_the_peak_and_added_bytes_to_its_difference(spec):
+    found = account(spec)
+    for phase in PHASES:
+        assert found.phase_bytes(phase) == sum(part.bytes for part in found.components if phase in part.phases)
+        assert found.phase_bytes(phase) == sum(found.phase_bytes(phase, group) for group in GROUPS)
+    assert found.needed_bytes == max(found.phase_bytes(phase) for phase in PHASES) >= found.peak_bytes
+    plain = max(sum(part.bytes for part in found.baseline if phase in part.phases) for phase in PHASES)
+    assert sum(found.added_bytes.values()) == found.needed_bytes - plain
+
+
+@pytest.mark.parametrize("spec", ["external", "fp8"])
+def test_bytes_from_shapes_are_those_of_arrays_that_exist(spec):
+    model = Llama(tiny_config(num_layers=1))
+    params = model.init(jax.random.key(0))
+    engine = Engine(model, params, load(spec, {"kv": "own"} if spec == "fp8" else {}))
+    state = engine.start([[1, 2, 3], [4, 5]], max_new_tokens=4, seed=0)
+    found = memory.account(
+        engine.program, params, engine.drafter_params,
+        batch=2, capacity=state.tokens.shape[1], cache_dtype=engine.cache_dtype,
+    )  # fmt: skip
+    caches = sum(leaf.nbytes for leaf in jax.tree.leaves((state.cache, state.drafter)))
+    assert found.phase_bytes("verify", "kv") == caches
+    assert found.bytes("target weights") == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    own = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(engine.drafter_params)}
+    for leaf in jax.tree.leaves(params):
+        own.pop(id(leaf), None)  # the target's arrays count once
+    assert found.bytes("drafter weights") == sum(own.values())
+    keys = jax.random.key_data(state.keys).nbytes
+    others = (leaf for leaf in jax.tree.leaves(state) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+    assert found.phase_bytes("verify", "state") == keys + sum(leaf.nbytes for leaf in others) - caches
+
+
+@pytest.mark.parametrize("spec", ["ngram", "external"])
+def test_more_rows_context_or_window_never_need_less(spec):
+    def needed(batch, capacity, window):
+        return account(spec, {"num_speculative_tokens": str(window)}, batch=batch, capacity=capacity).needed_bytes
+
+    grid = list(itertools.product((1, 3), (32, 96), (1, 4) if spec == "ngram" else (2,)))
+    sizes = {point: needed(*point) for point in grid}
+    for small, big in itertools.product(grid, grid):
+        if all(one <= other for one, other in zip(small, big, strict=True)):
+            assert sizes[small] <= sizes[big]
+
+
+@pytest.mark.parametrize("spec", ["none", "ngram", "early-exit", "external"])
+def test_growth_predicts_the_account_at_another_batch_and_context(spec):
+    growth = Growth(account(spec), 2, 64)
+    there = account(spec, batch=6, capacity=192)
+    assert growth.needed_bytes(6, 192) == pytest.approx(there.needed_bytes, rel=1e-3)
+    limit = there.needed_bytes
+    assert Growth(there, 6, 192).largest_batch(limit) == 6
+    assert Growth(there, 6, 192).longest_context(limit, 256) == 192
+    assert Growth(there, 6, 192).largest_batch(1000) == 0
+
+
+@dataclass(frozen=True)
+class Remembering(Drafter):
+    """A drafter with state of every kind, as a researcher might write it."""
+
+    def params(self, key, model, target_params):
+        """Five floats."""
+        return {"mine": jnp.zeros((5,), jnp.float32)}
+
+    def init(self, params, target):
+        """A cache of one layer, and a table."""
+        batch = target.length.shape[0]
+        pair = (jnp.zeros((batch, 1, 7, 2)), jnp.zeros((batch, 1, 7, 2)))
+        return {"cache": (pair,), "table": jnp.zeros((batch, 11), jnp.int32)}
+
+    def propose(self, keys, params, state, target):
+        """Zeros."""
+        tokens = jnp.zeros((target.length.shape[0], self.num_speculative_tokens), jnp.int32)
+        return Draft(tokens, None, jnp.zeros_like(target.length), target.cache, state)
+
+
+def test_a_drafter_of_ones_own_needs_no_code_for_its_account():
+    found = account(drafter=Remembering(2))
+    assert found.bytes("drafter weights") == 5 * 4
+    assert found.bytes("drafter KV") == 2 * (2 * 7 * 2) * 4
+    assert found.bytes("drafter state") == 2 * 11 * 4
+
+
+def test_a_cache_is_told_from_other_state_by_its_form():
+    part = jnp.zeros((2, 1, 7, 2))
+    assert is_cache(((part, part),))
+    assert is_cache([[part, part], [part, part]])
+    assert not is_cache((part, part))
+    assert not is_cache(())
+    assert not is_cache(((part, part[:, :, :3]),))
+    assert not is_cache(((part[0], part[0]),))
+
+
+def test_weights_split_over_a_mesh_and_heads_that_do_not_divide_it_are_repeated():
+    layout = sharding.layout(16, 8)
+    assert (layout.heads, layout.group, layout.devices) == (8, 2, 16)
+    strategy = Strategy("llama-3.1-8b", "none", 1, 16)
+    whole, split = (sum(size("weights", *leaf) for leaf in leaves(strategy)) for size in (nbytes, layout.size))
+    twice = sum(nbytes("", *leaf) for leaf in leaves(strategy, "k_proj", "v_proj"))
+    everywhere = sum(nbytes("", *leaf) for leaf in leaves(strategy, *NORMS))
+    assert split * 16 == whole + twice + 15 * everywhere
+    cache = jax.ShapeDtypeStruct((4, 8, 32, 128), jnp.bfloat16)
+    assert layout.size("kv", (), cache) * 8 == nbytes("kv", (), cache)
+    odd = jax.ShapeDtypeStruct((4, 3, 32, 64), jnp.bfloat16)
+    assert layout.size("kv", (), odd) == nbytes("kv", (), odd)
+    with pytest.raises(ValueError, match="data=3: must divide the mesh of 16 devices"):
+        sharding.layout(16, 8, data=3)
+
+
+NORMS = ("norm", "input_layernorm", "post_attention_layernorm")
+
+
+def leaves(strategy, *names):
+    found = jax.tree_util.tree_flatten_with_path(strategy.shapes()[1])[0]
+    return [(path, leaf) for path, leaf in found if not names or any(getattr(key, "key", "") in names for key in path)]
+
+
+def test_unknown_is_not_zero():
+    assert Compiled(1, 2, None, 4).total_bytes is None
+    assert Compiled(10, 5, 3, 4).total_bytes == 14
+
+
+def arguments(*words):
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+SMALL = ("--target", "smollm2-135m", "--drafter", "ngram", "--context", "256")
+
+
+def test_the_command_prints_what_fits(capsys):
+    assert cli.run(arguments(*SMALL, "--device", "rtx-4090", "--json")) == 0
+    plain, ngram = json.loads(capsys.readouterr().out)
+    assert plain["drafter"] == "none"
+    assert ngram["added_bytes"]["weights"] == ngram["added_bytes"]["kv"] == 0
+    assert ngram["largest_batch"] <= plain["largest_batch"]
+    assert cli.run(arguments(*SMALL)) == 0
+    assert "largest batch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--device", "abacus"), "unknown device 'abacus': choose from tpu-v4"),
+        (("--mesh", "2y2"), "mesh '2y2': give positive sizes joined by x"),
+        (("--data", "3"), "data=3: must divide the mesh of 1 devices"),
+        (("--mesh", "2", "--data", "2"), "batch=1: must be a multiple of data=2"),
+        (("--context", "9000"), "context of 9000 tokens: must be 1 to 8192"),
+        (("--window", "300"), "the window does not fit into 256 cache slots"),
+        (("--drafter", "external:gpt-9"), "no sizes for target 'gpt-9': choose from"),
+        (("--target", "gpt-9"), "no sizes for target 'gpt-9': choose from"),
+        (("--drafter", "nonsense"), "unknown drafter 'nonsense'"),
+        (("--device", "mi300x", "--compile"), "no ahead-of-time compiler for mi300x: there is one for tpu-v4"),
+    ],
+)
+def test_bad_input_is_refused_with_the_rule(words, message, capsys):
+    assert cli.run(arguments(*SMALL, *words)) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("device", "extra"), [("tpu-v5e", "tpu-aot"), ("h100", "cuda-aot")])
+def test_a_missing_compiler_names_the_extra(device, extra, monkeypatch):
+    monkeypatch.setattr(ahead, "_spec", lambda module: None)
+    with pytest.raises(ahead.CompilerMissingError, match=rf"pip install 'specjax\[{extra}\]'"):
+        ahead.check_installed(hardware.find(device))
+
+
+@pytest.mark.parametrize("device", hardware.DEVICES.values(), ids=lambda device: device.name)
+def test_every_device_has_a_source_and_plausible_sizes(device):
+    assert device.source
+    assert 0 < device.limit_bytes <= device.hbm_bytes
+    assert 50 < device.bf16_flop_per_s / device.bandwidth_bytes_per_s < 700  # operations a byte, at the ridge
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("tpu-v5e", 0.02), ("h100", 0.05)])
+def test_the_devices_compiler_agrees_with_the_shapes(name, tolerance):
+    device = hardware.find(name)
+    try:
+        ahead.check_installed(device)
+    except ahead.CompilerMissingError as missing:
+        pytest.skip(str(missing))
+    strategy = Strategy("smollm2-135m", "ngram", 8, 8192, 2)
+    mesh = "1x1" if device.platform == "tpu" else "1"
+    found = ahead.compile_ahead(strategy, device, mesh)
+    assert found.figures.total_bytes == pytest.approx(
+        strategy.account(backend=device.platform).needed_bytes, rel=tolerance
+    )

@@ -70,13 +70,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=None, help="rows to compile at most")
     parser.add_argument("--device", default="", help="only this device")
+    parser.add_argument("--drafter", default="", help="only this drafter")
     arguments = parser.parse_args()
     path = HERE / "memory_table.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     done = {_key(row) for row in rows}
     for device, mesh, strategy in cells():
         key = _key({"device": device, "mesh": mesh, **strategy.asdict()})
-        if key in done or (arguments.device and device != arguments.device) or arguments.limit == 0:
+        wanted = arguments.device in ("", device) and arguments.drafter in ("", strategy.drafter)
+        if key in done or not wanted or arguments.limit == 0:
             continue
         rows.append(measure(device, mesh, strategy))
         with path.open("a") as file:

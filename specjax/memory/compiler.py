@@ -10,7 +10,7 @@ import jax
 from specjax import decode
 from specjax.memory.state import Weights, state_shapes, structs
 
-QUICK: dict[str, str | bool | int | float] = {
+QUICK: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }

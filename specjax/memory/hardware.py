@@ -56,7 +56,7 @@ DEVICES: dict[str, Device] = {
                int(95.73 * GiB), "v5p"),
         Device("tpu-v6e", "tpu", 32 * GiB, 1.638e12, 918e12, 918e12, 360e9, _TPU + "v6e" + _SCALING,
                int(31.24 * GiB), "v6e"),
-        Device("tpu-v7", "tpu", 96 * GiB, 3.69e12, 1153.5e12, 2307e12, None, _TPU + "tpu7x (bandwidth from secondary sources)",
+        Device("tpu-v7", "tpu", 96 * GiB, 3.69e12, 1153.5e12, 2307e12, None, _TPU + "tpu7x (bandwidth: secondary)",
                int(94.74 * GiB), "tpu7x", 2),
         Device("a100", "gpu", 80 * GB, 2.039e12, 312e12, None, 300e9,
                "NVIDIA A100 datasheet, SXM 80 GB", host_bytes_per_s=PCIE4),

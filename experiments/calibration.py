@@ -116,10 +116,13 @@ def _planted(subject: Subject, joint: Joint, length: int, size: float) -> Subjec
 def _worst_case(joint: Joint, size: float, samples: int, level: float, seeds: int) -> float:
     """Rejections of the deviation that is hardest to see: in proportion to p, up in one half of the mass."""
     generator, law = np.random.default_rng(1), joint.cells
-    order = generator.permutation(len(law))
-    half = np.cumsum(law[order]) < 0.5
-    sign = np.empty(len(law))
-    sign[order] = np.where(half, 0.5 / law[order][half].sum(), -0.5 / law[order][~half].sum())
+    labels = statistics.pools(law * samples)  # the promise is about pooled cells: a pool moves as one
+    mass = np.bincount(labels[labels >= 0], law[labels >= 0])
+    order = generator.permutation(len(mass))
+    half = np.empty(len(mass), bool)
+    half[order] = np.cumsum(mass[order]) < 0.5
+    up = half[labels]
+    sign = np.where(up, 0.5 / law[up].sum(), -0.5 / law[~up].sum())
     moved = law * (1 + 2 * size * sign)
     draws = generator.multinomial(samples, moved / moved.sum(), size=seeds)
     return float(np.mean([statistics.g_test(counts.astype(float), law)[2] <= level for counts in draws]))

@@ -18,8 +18,8 @@ from typing import Any
 
 from specjax.memory import hardware
 from specjax.memory.ahead import compile_ahead
+from specjax.memory.sharding import layout
 from specjax.memory.strategies import Strategy
-from specjax.model.sharding import layout
 
 HERE = Path(__file__).parent
 WINDOW = 5

@@ -12,12 +12,12 @@ import pytest
 from specjax import decode, memory
 from specjax.drafter import Drafter, load
 from specjax.engine import Engine
-from specjax.memory import ahead, cli, hardware
+from specjax.memory import ahead, cli, hardware, sharding
 from specjax.memory.compiler import Compiled
 from specjax.memory.fitting import Growth
 from specjax.memory.shapes import GROUPS, PHASES, is_cache, nbytes
 from specjax.memory.strategies import Strategy
-from specjax.model import PRESETS, Llama, sharding
+from specjax.model import PRESETS, Llama
 from specjax.testing import tiny_config
 from specjax.types import Draft
 

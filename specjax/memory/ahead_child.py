@@ -13,12 +13,11 @@ import jax
 from jax.experimental import topologies
 
 from specjax import decode
-from specjax.memory import hardware
+from specjax.memory import hardware, sharding
 from specjax.memory.compiler import Compiled, read
 from specjax.memory.shapes import is_cache
 from specjax.memory.state import state_shapes
 from specjax.memory.strategies import Strategy
-from specjax.model import sharding
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -11,12 +11,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from specjax.memory import hardware
+from specjax.memory import hardware, sharding
 from specjax.memory.ahead import Ahead, check_installed, compile_ahead
 from specjax.memory.fitting import Growth
 from specjax.memory.shapes import GROUPS, PHASES, Account
 from specjax.memory.strategies import Strategy, preset
-from specjax.model import sharding
 
 UNITS = 2**30
 

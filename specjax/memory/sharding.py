@@ -16,6 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from specjax.memory.shapes import nbytes
+
 MODEL = ("heads", "group")
 
 _WEIGHTS: dict[str, tuple[Any, ...]] = {
@@ -74,8 +76,6 @@ class Layout:
 
     def size(self, kind: str, path: Any, leaf: Any) -> int:
         """Bytes of an array on one device (`specjax.memory.account` takes this as `size`)."""
-        from specjax.memory.shapes import nbytes
-
         return nbytes(kind, path, leaf) // math.prod(self.parts(axis) for axis in self.spec(kind, path, leaf))
 
     def mesh(self, devices: Any) -> Mesh:

@@ -77,7 +77,7 @@ class Attention(nnx.Module):
         self,
         x: Float[Array, "B S D"],
         layer: tuple[Float[Array, "B G T W"], Float[Array, "B G T W"]],
-        start: Int[Array, B],
+        start: Int[Array, "B"],
         rotary: tuple[Float[Array, "B S 1 half"], Float[Array, "B S 1 half"]],
         visible: Bool[Array, "B S T"],
     ) -> tuple[Float[Array, "B S D"], tuple[Float[Array, "B G T W"], Float[Array, "B G T W"]]]:
@@ -178,9 +178,9 @@ class Llama:
         params: Params,
         tokens: Int[Array, "B S"],
         cache: Cache,
-        start: Int[Array, B],
+        start: Int[Array, "B"],
         *,
-        depth: Int[Array, S] | Int[Array, "B S"] | None = None,
+        depth: Int[Array, "S"] | Int[Array, "B S"] | None = None,
         mask: Bool[Array, "S S"] | Bool[Array, "B S S"] | None = None,
         num_layers: int | None = None,
         taps: tuple[int, ...] = (),
@@ -227,7 +227,7 @@ class Llama:
 
 def _visible(
     slots: int,
-    start: Int[Array, B],
+    start: Int[Array, "B"],
     positions: Int[Array, "B S"],
     mask: Bool[Array, "S S"] | Bool[Array, "B S S"] | None,
     window: int | None,
@@ -265,7 +265,7 @@ def _rotary(
     return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
 
 
-def _stretch(frequencies: Float[Array, D], scaling: RopeScaling | None) -> Float[Array, D]:
+def _stretch(frequencies: Float[Array, "D"], scaling: RopeScaling | None) -> Float[Array, "D"]:
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":

@@ -161,7 +161,7 @@ def test_a_betting_test_may_be_watched_at_every_step():
         crossed += bet.p_value <= 0.05
     assert crossed <= 15 + 3 * 3.8
     wrong = EProcess(law)
-    wrong.update(generator.multinomial(2000, [0.3, 0.25, 0.25, 0.2]).astype(float))
+    wrong.update(generator.multinomial(20_000, [0.3, 0.25, 0.25, 0.2]).astype(float))
     assert wrong.p_value < 1e-3
 
 

@@ -117,7 +117,7 @@ def _subjects(drafter: Drafter | None, target: Subject | str) -> list[tuple[Subj
         )
     if drafter is None:
         return [*instances(3), *instances(2)] if target != "llama" else [(llama_subject(), drafters.Nothing())]
-    table = instances(drafter.num_speculative_tokens)[0][0]
+    table = instances(max(1, drafter.num_speculative_tokens))[0][0]
     if target == "llama" or (target == "auto" and not compatibility.can_draft(drafter, table)):
         return [(llama_subject(), drafter)]
     return [(table, drafter)]

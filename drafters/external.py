@@ -52,7 +52,8 @@ class External(Drafter):
         """The vocabularies must agree, id by id; a pruned copy can't have more layers than the target."""
         if not self.checkpoint:
             if not 0 <= self.keep_layers <= model.num_layers:
-                raise ValueError(f"keep_layers={self.keep_layers}: must be 1 to {model.num_layers} (0 keeps five sixths)")
+                bounds = f"must be 1 to {model.num_layers} (0 keeps five sixths)"
+                raise ValueError(f"keep_layers={self.keep_layers}: {bounds}")
             return
         if self.model(model).vocab_size != model.vocab_size:
             raise ValueError(

@@ -74,7 +74,9 @@ class Loop:
         return taken
 
 
-def against_transformers(model: Llama, params: Any, prompt: list[int], new_tokens: int, repeats: int) -> dict[str, float]:
+def against_transformers(
+    model: Llama, params: Any, prompt: list[int], new_tokens: int, repeats: int
+) -> dict[str, float]:
     """Greedy tokens/s of both on the same weights and prompt, prefill left out of both."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -88,8 +90,10 @@ def against_transformers(model: Llama, params: Any, prompt: list[int], new_token
     )  # fmt: skip
     peer = LlamaForCausalLM(config).eval()
     flat = {"model." + ".".join(map(str, path)): leaf for path, leaf in _flatten(params)}
-    missing, unexpected = peer.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in flat.items()}, strict=False)
-    assert set(missing) <= {"lm_head.weight"} and not unexpected, (missing, unexpected)
+    tensors = {name: torch.from_numpy(np.array(leaf)) for name, leaf in flat.items()}
+    missing, unexpected = peer.load_state_dict(tensors, strict=False)
+    if not set(missing) <= {"lm_head.weight"} or unexpected:
+        raise RuntimeError(f"weights don't fit transformers' model: {missing}, {unexpected}")
     ids = torch.tensor([prompt])
     loop = Loop(Engine(model, params, drafter.load("none")), prompt, new_tokens, capacity=256)
 

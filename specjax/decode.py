@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -57,7 +57,7 @@ class Program:
 
     model: Model
     drafter: Drafter
-    rule: verify.Rule = verify.Token()
+    rule: verify.Rule = field(default_factory=verify.Token)
     verifier: Callable[..., tuple[Verdict, Int[Array, "B"]]] = verify.verify  # for rules that see the whole window
 
     @property
@@ -146,9 +146,7 @@ def start(
 def propose(program: Program, params: Params, drafter_params: Params, state: State) -> Draft:
     """The first half of a round: what the drafter proposes, for finished rows too (it is ignored)."""
     keys = sampling.fold(sampling.fold(state.keys, state.round), sampling.DRAFT)
-    target = Target(
-        program.model, params, state.cache, state.tokens, state.length, state.hidden, state.sampling
-    )
+    target = Target(program.model, params, state.cache, state.tokens, state.length, state.hidden, state.sampling)
     return program.drafter.propose(keys, drafter_params, state.drafter, target)
 
 
@@ -160,9 +158,7 @@ def settle(program: Program, params: Params, state: State, draft: Draft) -> Stat
     pending = jnp.take_along_axis(state.tokens, start[:, None], 1)
     window = jnp.concatenate([pending, jnp.where(live, draft.tokens, 0)], 1)
     depth, mask = _layout(draft)
-    out = model.forward(
-        params, window, draft.cache, start, depth=depth, mask=mask, taps=program.drafter.hidden_layers
-    )
+    out = model.forward(params, window, draft.cache, start, depth=depth, mask=mask, taps=program.drafter.hidden_layers)
     logits = model.logits(params, out.hidden)
     keys = sampling.fold(state.keys, state.round)
     verdict, extra = program.verifier(program.rule, keys, sampling.log_probs(logits, state.sampling), draft, live)
@@ -215,7 +211,8 @@ def _live(state: State, draft: Draft, vocab_size: int) -> tuple[Bool[Array, "B N
     index = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None]
     depth = above.sum(-1, dtype=jnp.int32)
     valid = (draft.tokens >= 0) & (draft.tokens < vocab_size) & (index < draft.count[:, None])
-    fits = (depth <= (state.limit - state.length - 1)[:, None]) & (state.length[:, None] + index < state.tokens.shape[1])
+    fits = depth <= (state.limit - state.length - 1)[:, None]
+    fits &= state.length[:, None] + index < state.tokens.shape[1]
     live = ~jnp.any(above & ~(valid & fits)[:, None], -1) & ~state.done[:, None]
     return live, jnp.any(valid & ~fits, -1)
 

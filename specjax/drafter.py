@@ -81,7 +81,7 @@ class Nothing(Drafter):
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens != 0:
-            raise ValueError(f"num_speculative_tokens={self.num_speculative_tokens}: the drafter `none` drafts 0 tokens")
+            raise ValueError(f"num_speculative_tokens={self.num_speculative_tokens}: the drafter `none` drafts none")
 
     def propose(self, keys: Keys, params: Params, state: PyTree[Array], target: Target) -> Draft:
         """An empty draft."""
@@ -163,7 +163,8 @@ def _import_file(path: Path) -> Any:
     if not path.is_file():
         raise ValueError(f"no drafter file {path}: give the path of a Python file, as ./file.py:Class")
     spec = importlib.util.spec_from_file_location(f"specjax_user_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is not a Python file: give one, as ./file.py:Class")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     try:
@@ -182,7 +183,8 @@ def _only_drafter(module: Any, name: str | None) -> type[Drafter]:
     if name is not None and name not in kinds:
         raise ValueError(f"no drafter class {name!r} in {module.__file__}: it defines {', '.join(kinds) or 'none'}")
     if name is None and len(kinds) != 1:
-        raise ValueError(f"{module.__file__} defines {len(kinds)} drafters ({', '.join(kinds)}): name one, as file.py:Class")
+        found = ", ".join(kinds) or "none"
+        raise ValueError(f"{module.__file__} defines {len(kinds)} drafters ({found}): name one, as file.py:Class")
     return kinds[name] if name is not None else next(iter(kinds.values()))
 
 

@@ -1,8 +1,8 @@
 """The host's side of decoding: checked prompts in, tokens and raw counts out.
 
-    engine = Engine(model, params, drafter)
-    for generation in engine.generate([ids], max_new_tokens=64, seed=0):
-        print(generation.tokens, generation.counts.accepted)
+engine = Engine(model, params, drafter)
+for generation in engine.generate([ids], max_new_tokens=64, seed=0):
+    print(generation.tokens, generation.counts.accepted)
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Engine:
         if longest > capacity:
             raise ValueError(
                 f"a prompt and max_new_tokens={max_new_tokens} need {longest} cache slots, more than the capacity "
-                f"{capacity} (the target's context is {model.context_length}): shorten the prompt or lower max_new_tokens"
+                f"{capacity} (the target's context is {model.context_length}): shorten the prompt or ask for less"
             )
         if self.program.drafter.num_speculative_tokens >= capacity:
             raise ValueError(

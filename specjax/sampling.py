@@ -73,7 +73,7 @@ def log_probs(logits: Float[Array, "B S V"], sampling: Sampling) -> Float[Array,
     temperature = sampling.temperature[:, None, None].astype(x.dtype)
     greedy = temperature == 0
     scaled = x / jnp.where(greedy, 1, temperature)
-    one_hot = jnp.where(jnp.arange(x.shape[-1]) [None, None] == jnp.argmax(x, -1, keepdims=True), 0, -jnp.inf)
+    one_hot = jnp.where(jnp.arange(x.shape[-1])[None, None] == jnp.argmax(x, -1, keepdims=True), 0, -jnp.inf)
     x = jnp.where(greedy, one_hot.astype(x.dtype), scaled)
 
     ranked = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1))

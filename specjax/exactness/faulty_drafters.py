@@ -1,6 +1,5 @@
 """Drafters that draw from one law and report another, and a target whose cache keeps rejected tokens."""
 
-# ruff: noqa: D102  (the class's line says what its one method does)
 
 from __future__ import annotations
 

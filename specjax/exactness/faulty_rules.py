@@ -1,6 +1,5 @@
 """Acceptance rules with one fault each: the production walk calls them."""
 
-# ruff: noqa: D102  (the class's line says what its one method does)
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def _visible(
     mask: Bool[Array, "S S"] | Bool[Array, "B S S"] | None,
     window: int | None,
 ) -> Bool[Array, "B S T"]:
-    """Which slots each query sees: all below `start`, and of the window what `mask` allows (a chain: itself and before).
+    """Which slots each query sees: all below `start`, and of the window what `mask` allows.
 
     A sliding window counts positions; below `start`, a slot's number is its position.
     """

@@ -154,9 +154,7 @@ def _verify(program: decode.Program, params: Params, state: decode.State, draft:
 
 
 @functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("state", "cache"))
-def _settle(
-    program: decode.Program, params: Params, state: decode.State, draft: Draft, cache: Cache
-) -> decode.State:
+def _settle(program: decode.Program, params: Params, state: decode.State, draft: Draft, cache: Cache) -> decode.State:
     return decode.settle(program, params, state, dataclasses.replace(draft, cache=cache))
 
 

@@ -46,8 +46,7 @@ class Summary:
     def as_json(self) -> dict[str, Any]:
         """Plain data; tuples become lists."""
         return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in dataclasses.asdict(self).items()
+            name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()
         }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import importlib
 import os
 import platform
 import subprocess
@@ -11,6 +14,7 @@ from typing import Any
 
 import jax
 
+SOURCES = ("specjax", "specjax.drafters")
 PACKAGES = ("specjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
 
 
@@ -29,10 +33,23 @@ def describe() -> dict[str, Any]:
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
             "jax_default_matmul_precision": jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
         },
+        "code_sha256": code_sha256(),
         "git_revision": git_revision(),
     }
 
 
+@functools.cache  # the code that a process runs is what it found when it began
+def code_sha256() -> str:
+    """Of the package's own Python files: what the git revision says of a checkout, for installed copies too."""
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        folder = Path(importlib.import_module(name).__path__[0])
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{name} {path.relative_to(folder)}".encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@functools.cache
 def git_revision(folder: Path = Path(__file__).parent) -> str | None:
     """Commit of the checkout that this package is run from, `-dirty` if it was changed; `None` if installed."""
 

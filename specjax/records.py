@@ -24,7 +24,7 @@ import numpy as np
 from specjax.types import Counts
 
 SPARE_BYTES = 16 << 20  # asked for before a run begins: a record takes about 2 kB
-INCIDENTAL = ("command", "created")
+INCIDENTAL = ("command", "created", "git_revision")
 """Manifest entries that don't decide a token."""
 
 

@@ -136,14 +136,18 @@ def test_the_models_estimate_divides_tokens_by_the_cost_of_a_round():
     assert metrics.expected_speedup(1.0, 0.0, 0.0, 1.0) is None
 
 
-def test_real_counts_add_up_to_the_text_and_the_first_token_is_in_no_round(tiny):
-    model, params = tiny
-    generations = engine.Engine(model, params, testing.Self(3)).generate(
-        [[1, 2, 3], [4]], max_new_tokens=14, seed=0
-    )
+@pytest.fixture(scope="module")
+def table():
+    """A target that compiles fast: its law is a table on the last token."""
+    laws = np.random.default_rng(0).dirichlet(np.ones(7), 8)
+    return testing.TableModel(7, order=1), testing.table_params(laws)
+
+
+def test_real_counts_add_up_to_the_text_and_the_first_token_is_in_no_round(table):
+    model, params = table
+    generations = engine.Engine(model, params, testing.Self(3)).generate([[1, 2, 3], [4]], max_new_tokens=14, seed=0)
     for generation in generations:
         assert sum(generation.counts.emitted) == len(generation.tokens) - 1
-        assert int(generation.counts.accepted.sum()) <= int(generation.counts.drafted.sum())
     summary = metrics.summarize([generation.counts for generation in generations])
     assert summary.acceptance_length == pytest.approx(13 / 4)  # 3 full rounds of 4, and the last token
     assert summary.per_position == (1.0, 1.0, 1.0)
@@ -151,8 +155,8 @@ def test_real_counts_add_up_to_the_text_and_the_first_token_is_in_no_round(tiny)
 
 
 @pytest.mark.parametrize("max_new_tokens", [0, 1])
-def test_a_request_without_rounds_is_no_division_by_zero(tiny, max_new_tokens):
-    model, params = tiny
+def test_a_request_without_rounds_is_no_division_by_zero(table, max_new_tokens):
+    model, params = table
     [generation] = engine.Engine(model, params, Nothing()).generate([[5, 6]], max_new_tokens=max_new_tokens, seed=0)
     summary = metrics.summarize([generation.counts])
     assert summary.rounds == 0

@@ -142,9 +142,7 @@ def _print_pieces(pieces: Sequence[str]) -> None:
     sys.stdout.flush()
 
 
-def _print_statistics(
-    request: Request, name: str, generation: Generation, seconds: tuple[float, float, float]
-) -> None:
+def _print_statistics(request: Request, name: str, generation: Generation, seconds: tuple[float, float, float]) -> None:
     engine, batch, (prefill_s, decode_s, compile_s) = request.engine, request.batch, seconds
     account = memory.account(
         engine.program, engine.params, engine.drafter_params,
@@ -167,5 +165,6 @@ def _print_statistics(
         f"{request.subject.checkpoint.name}, {request.subject.dtype}: {len(batch.prompts[0])} prompt tokens in "
         f"{prefill_s:.2f} s, {len(generation.tokens)} new ones, finish: {generation.finish}"
     )
-    rows = make_rows({name: known}, [record], greedy=False)
-    table.print_table(rows, title, table.make_console(stderr=True))
+    [row] = make_rows({name: known}, [record], greedy=False)
+    del row["greedy_equal"]  # nothing to compare with
+    table.print_table([row], title, table.make_console(stderr=True))

@@ -20,8 +20,9 @@ def print_table(rows: Sequence[Row], title: str, console: Console | None = None)
     """Print all rows, in several tables where the terminal is narrow, and their notes."""
     console = console or make_console()
     fit = max(1, (console.width - LABEL_WIDTH) // (COLUMN_WIDTH + 3))
+    console.print(Text(title, "bold"))
     for first in range(0, len(rows), fit):
-        console.print(_table(rows[first : first + fit], title if first == 0 else ""))
+        console.print(_table(rows[first : first + fit]))
     for row in rows:
         for note in row["notes"]:
             console.print(Text.assemble("  ", (row["drafter"], "bold"), f": {note}"))
@@ -33,8 +34,8 @@ def make_console(stderr: bool = False) -> Console:
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
 
 
-def _table(rows: Sequence[Row], title: str) -> Table:
-    table = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", width=LABEL_WIDTH)
     for row in rows:
         table.add_column(row["drafter"], justify="right", width=COLUMN_WIDTH, overflow="fold")
@@ -70,6 +71,11 @@ def _several(name: str, form: str = ".2f", separator: str = " ", scale: float = 
     return lambda row: separator.join(format(value * scale, form) for value in row.get(name) or ()) or UNKNOWN
 
 
+def _over_prompts(show: Callable[[Row], str]) -> Callable[[Row], str]:
+    """Nothing where there is one prompt."""
+    return lambda row: show(row) if row["prompts"] > 1 else UNKNOWN
+
+
 def _bytes(value: float | None) -> str:
     if value is None:
         return UNKNOWN
@@ -102,8 +108,8 @@ SECTIONS: tuple[tuple[tuple[str, Callable[[Row], str]], ...], ...] = (
     (
         ("acceptance length, pooled", _number("acceptance_length")),
         ("  95 % interval over prompts", _several("acceptance_length_interval", separator=" to ")),
-        ("  p10 / p50 / p90 over prompts", _several("acceptance_length_quantiles")),
-        ("  mean over prompts", _number("acceptance_length_prompt_mean")),
+        ("  p10 / p50 / p90 over prompts", _over_prompts(_several("acceptance_length_quantiles"))),
+        ("  mean over prompts", _over_prompts(_number("acceptance_length_prompt_mean"))),
         ("acceptance rate", _number("acceptance_rate")),
         ("  by position, % of reached", _several("per_position", ".0f", " ", 100)),
         ("  by position, % of drafted", _several("per_position_marginal", ".0f", " ", 100)),

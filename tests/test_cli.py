@@ -1,0 +1,181 @@
+"""The command line: what it prints, what it refuses and how it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from fixtures_cli import byte_tokenizer, checkpoint, questions  # noqa: F401
+
+from specjax import Engine, Nothing, cli, drafter, weights
+from specjax.cli import generate, options
+from specjax.model import Llama
+
+PROMPT = "The sea, the sea."
+
+
+def refused(capsys, *arguments):
+    """The one line that a refused command prints."""
+    assert cli.main([str(argument) for argument in arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("specjax: error: ")
+    assert shown.err.count("\n") == 1
+    return shown.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--drafter", "eagle9"], "unknown drafter 'eagle9': choose from none, early-exit, external, fp8, ngram"),
+        (["--drafter", "./absent.py:Mine"], "no drafter file absent.py"),
+        (["--set", "depth=3"], "no drafter of this run has this field; theirs are"),
+        (["--set", "ngram.depth=3"], "drafter 'ngram' has no field 'depth': its fields are num_speculative_tokens"),
+        (["--drafter", "fp8", "--set", "ngram.prompt_lookup_max=3"], "'ngram' is not among the drafters of this run"),
+        (["--set", "prompt_lookup_max"], "write FIELD=VALUE"),
+        (["--set", "exit_layer=many"], "exit_layer='many': expected int"),
+        (["--set", "exit_layer=3"], "exit_layer=3: must be 1 to 2 for a target of 3 layers"),
+        (["--set", "num_speculative_tokens=0"], "num_speculative_tokens=0: must be at least 1"),
+        (["--drafter", "ngram:num_speculative_tokens=256"], "must be smaller than the target's context of 256"),
+        (["--drafter", "fp8:kv=borrowed"], "kv='borrowed': must be one of shared, own"),
+        (["--temperature", "-1"], "temperature=-1.0: must be finite and >= 0"),
+        (["--temperature", "nan"], "temperature=nan: must be finite"),
+        (["--top-p", "0"], "top_p=0.0: must be finite and in (0, 1]"),
+        (["--top-p", "1.5"], "top_p=1.5: must be finite and in (0, 1]"),
+        (["--top-k", "-1"], "top_k=-1: must be finite and >= 0"),
+        (["--min-p", "2"], "min_p=2.0: must be finite and in [0, 1]"),
+        (["--dtype", "int3"], "invalid choice: 'int3' (choose from"),
+        (["--rule", "hopeful"], "invalid choice: 'hopeful' (choose from"),
+        (["--category", "poetry"], "unknown category 'poetry'"),
+        (["--limit", "0"], "'0': must be an integer of at least 1"),
+        (["--batch-size", "none"], "'none': must be an integer of at least 1"),
+        (["--max-new-tokens", "-3"], "'-3': must be an integer of at least 0"),
+        (["--max-new-tokens", "250"], "prompts with max_new_tokens=250 exceed the target's context of 256 tokens"),
+        (["--limit", "2", "--all"], "not allowed with argument --limit"),
+        (["--prompts", "absent.jsonl"], "no prompts in absent.jsonl"),
+        (["--target", "gpt-17"], "no checkpoint 'gpt-17': give a path, a Hugging Face id (org/name), or one of"),
+        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+    ],
+)
+def test_compare_refuses_bad_input_in_one_line_before_it_reads_weights(
+    arguments,
+    message,
+    checkpoint,
+    questions,
+    tmp_path,
+    monkeypatch,
+    capsys,  # noqa: F811
+):
+    monkeypatch.setattr(options.Subject, "load", None)
+    monkeypatch.chdir(tmp_path)
+    command = ["compare", "--target", checkpoint, "--prompts", questions, "--out", tmp_path / "run", *arguments]
+    assert message in refused(capsys, *command)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_drafter_file_that_raises_is_refused_with_its_error(checkpoint, tmp_path, capsys):  # noqa: F811
+    (tmp_path / "mine.py").write_text("1 / 0\n")
+    message = refused(capsys, "generate", "hello", "--target", checkpoint, "--drafter", tmp_path / "mine.py")
+    assert "raised ZeroDivisionError: division by zero" in message
+
+
+def test_an_unknown_class_of_a_file_is_refused_with_those_that_it_has(checkpoint, tmp_path, capsys):  # noqa: F811
+    (tmp_path / "mine.py").write_text("from specjax import Drafter\nclass Mine(Drafter): ...\n")
+    message = refused(capsys, "generate", "hello", "--target", checkpoint, "--drafter", f"{tmp_path / 'mine.py'}:Yours")
+    assert "no drafter class 'Yours'" in message
+    assert "it defines Mine" in message
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n"])
+def test_an_empty_prompt_is_refused(prompt, checkpoint, capsys):  # noqa: F811
+    assert "the prompt is empty" in refused(capsys, "generate", prompt, "--target", checkpoint)
+
+
+def test_a_prompt_longer_than_the_context_is_refused(checkpoint, capsys):  # noqa: F811
+    message = refused(capsys, "generate", "x" * 300, "--target", checkpoint, "--max-new-tokens", 4)
+    assert "exceed the target's context of 256: shorten the prompt or lower --max-new-tokens" in message
+
+
+def test_a_checkpoint_without_weights_is_refused(tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    assert "has neither config.json nor" in refused(capsys, "generate", "hello", "--target", tmp_path / "model")
+
+
+@pytest.mark.parametrize("arguments", [[], ["conquer"]])
+def test_an_unknown_command_is_refused_with_the_known_ones(arguments, capsys):
+    message = refused(capsys, *arguments)
+    assert "compare" in message or "COMMAND" in message
+
+
+def test_generate_streams_the_engines_text_and_then_its_statistics(checkpoint, capsys):  # noqa: F811
+    arguments = ["generate", PROMPT, "--target", str(checkpoint), "--drafter", "none", "--max-new-tokens", "12"]
+    assert cli.main(arguments) == 0
+    shown = capsys.readouterr()
+    opened, tokenizer = weights.open_checkpoint(str(checkpoint)), byte_tokenizer()
+    [expected] = Engine(Llama(opened.config), opened.load(), Nothing()).generate(
+        [tokenizer.chat(PROMPT)], max_new_tokens=12, seed=0, end_ids=tokenizer.end_ids, capacity=256
+    )
+    assert shown.out == tokenizer.decode(expected.tokens) + "\n"
+    assert "12 new ones, finish: length" in shown.err
+    assert "acceptance length, pooled" in shown.err
+    assert "tokens/s" in shown.err
+    assert "greedy output" not in shown.err
+
+
+def test_ctrl_c_ends_generate_after_its_round_with_text_and_statistics(checkpoint, monkeypatch, capsys):  # noqa: F811
+    original = generate._print_pieces
+    printed = []
+
+    def print_pieces(pieces):
+        printed.append(pieces)
+        if len(printed) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        original(pieces)
+
+    monkeypatch.setattr(generate, "_print_pieces", print_pieces)
+    arguments = ["generate", PROMPT, "--target", str(checkpoint), "--drafter", "none", "--max-new-tokens", "12"]
+    assert cli.main(arguments) == 130
+    shown = capsys.readouterr()
+    assert "4 new ones" in shown.err
+    assert "acceptance length, pooled" in shown.err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_while_preparing_is_130(monkeypatch, capsys):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "run", interrupt)
+    assert cli.main(["generate", "hello"]) == 130
+    assert capsys.readouterr().err == "specjax: interrupted\n"
+
+
+def test_drafters_are_listed_with_their_settings(capsys):
+    assert cli.main(["drafters"]) == 0
+    shown = capsys.readouterr().out
+    for name in drafter.available():
+        assert f"\n{name}" in "\n" + shown
+    assert "prompt_lookup_max=3" in shown
+    assert "./file.py:Class" in shown
+
+
+def test_settings_go_to_the_drafters_that_have_them_and_names_keep_equal_drafters_apart():
+    model = Llama(weights.open_checkpoint.__globals__["PRESETS"]["smollm2-135m"])
+    built = options.load_drafters(
+        ["none", "ngram", "ngram:num_speculative_tokens=3", "early-exit"],
+        ["num_speculative_tokens=5", "early-exit.exit_layer=7", "prompt_lookup_max=4"],
+        model,
+    )
+    assert built["none"] == Nothing()
+    assert built["ngram"] == drafter.load("ngram", {"num_speculative_tokens": "5", "prompt_lookup_max": "4"})
+    assert built["ngram:num_speculative_tokens=3"].num_speculative_tokens == 3
+    assert built["early-exit"] == drafter.load("early-exit", {"num_speculative_tokens": "5", "exit_layer": "7"})
+
+
+def test_the_installed_command_answers_and_help_is_quick():
+    command = [sys.executable, "-c", "import sys; from specjax.cli import main; sys.exit(main())", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert "compare" in done.stdout
+    assert "generate" in done.stdout

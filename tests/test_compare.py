@@ -1,0 +1,318 @@
+"""`specjax compare` on a tiny target: the table, the run folder, and every way in which a run may end early."""
+
+import errno
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fixtures_cli import PROMPTS, checkpoint, questions  # noqa: F401
+
+from specjax import cli, measure, records, summary, testing
+from specjax.cli import options
+from specjax.records import Record, RunFolder, RunFolderError
+from specjax.types import Counts
+
+NGRAM = "ngram:num_speculative_tokens=2"
+BUDGET = 10
+
+
+@pytest.fixture(scope="module")
+def command(checkpoint, questions):  # noqa: F811
+    """Run `specjax compare` on the tiny target; all runs share their compilations."""
+
+    def run(out, *arguments):
+        return cli.main(
+            ["compare", "--target", str(checkpoint), "--prompts", str(questions), "--drafter", NGRAM,
+             "--max-new-tokens", str(BUDGET), "--out", str(out), *arguments]
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(command, tmp_path_factory):
+    """The folder of a complete run."""
+    out = tmp_path_factory.mktemp("runs") / "finished"
+    assert command(out) == 0
+    return out
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+
+
+def tokens_by_key(folder):
+    return {(line["drafter"], line["question_id"]): line["tokens"] for line in lines(folder)}
+
+
+def test_the_summary_has_a_row_a_drafter_with_every_figure(finished):
+    result = json.loads((finished / "summary.json").read_text())
+    assert result["complete"]
+    assert [row["drafter"] for row in result["rows"]] == ["none", NGRAM]
+    for row in result["rows"]:
+        assert row["greedy_equal"] is True
+        assert row["exact"] is True
+        assert 1 <= row["acceptance_length"] <= 3
+        assert set(row["added_bytes"]) == {"weights", "kv", "state", "buffers"}
+        assert row["peak_bytes"] > 0
+        assert row["tokens_per_second"] > 0
+        assert row["draft_s"] > 0
+        assert row["verify_s"] > 0
+    plain, ngram = result["rows"]
+    assert plain["speedup"] == plain["estimated_speedup"] == plain["acceptance_length"] == 1.0
+    assert plain["acceptance_rate"] is None
+    assert set(plain["added_bytes"].values()) == {0}
+    assert ngram["added_bytes"]["weights"] == ngram["added_bytes"]["kv"] == 0
+    assert ngram["acceptance_rate"] == pytest.approx(ngram["accepted"] / ngram["drafted"])
+
+
+def test_each_prompt_leaves_its_raw_counts(finished):
+    found = lines(finished)
+    assert {(line["drafter"], line["question_id"]) for line in found} == {
+        (drafter, str(prompt["question_id"])) for drafter in ("none", NGRAM) for prompt in PROMPTS
+    }
+    for line in found:
+        assert sum(line["counts"]["emitted"]) == len(line["tokens"]) - 1
+        assert len(line["tokens"]) <= BUDGET
+        assert set(line["counts"]) == {"drafted", "tested", "accepted", "emitted", "overlap", "cut"}
+
+
+def test_the_manifest_says_what_the_tokens_depend_on(finished):
+    manifest = json.loads((finished / "manifest.json").read_text())
+    assert manifest["drafters"][NGRAM].startswith("NGram(num_speculative_tokens=2")
+    assert len(manifest["target"]["sha256"]) == len(manifest["prompts"]["sha256"]) == 64
+    assert manifest["prompts"]["question_ids"] == ["81", "82", "101"]
+    assert {"jax", "specjax", "python"} <= set(manifest["versions"])
+    assert {"command", "created", "seed", "sampling", "device", "flags", "git_revision"} <= set(manifest)
+
+
+def test_the_folder_has_a_picture(finished):
+    assert (finished / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_complete_run_is_shown_and_not_decoded_again(finished, command, monkeypatch, capsys):
+    monkeypatch.setattr(measure, "decode_batch", None)
+    before = (finished / "prompts.jsonl").read_bytes()
+    assert command(finished) == 0
+    shown = capsys.readouterr()
+    assert "acceptance length, pooled" in shown.out
+    assert "greedy output equals none's" in shown.out
+    assert "is complete" in shown.err
+    assert (finished / "prompts.jsonl").read_bytes() == before
+
+
+def test_a_killed_run_continues_without_its_torn_line_and_redoes_nothing(finished, command, tmp_path, monkeypatch):
+    kept = (finished / "prompts.jsonl").read_text().splitlines(keepends=True)
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    (tmp_path / "run" / "prompts.jsonl").write_text("".join(kept[:2]) + kept[2][:70])
+    decoded = count_decodings(monkeypatch)
+    assert command(tmp_path / "run") == 0
+    assert len(decoded) == 4
+    assert (tmp_path / "run" / "prompts.jsonl").read_text().startswith("".join(kept[:2]))
+    assert tokens_by_key(tmp_path / "run") == tokens_by_key(finished)
+
+
+def test_ctrl_c_keeps_and_shows_what_is_done_and_the_run_continues(finished, command, tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        count_decodings(patch, stop_at=4)
+        assert command(tmp_path / "run") == 130
+    shown = capsys.readouterr()
+    assert "acceptance length, pooled" in shown.out
+    assert "3 of 6 results are kept" in shown.err
+    assert len(lines(tmp_path / "run")) == 3
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["complete"] is False
+    decoded = count_decodings(monkeypatch)
+    assert command(tmp_path / "run") == 0
+    assert len(decoded) == 3
+    assert tokens_by_key(tmp_path / "run") == tokens_by_key(finished)
+
+
+def test_another_runs_folder_is_refused_with_the_difference_and_left_alone(finished, command, capsys):
+    before = (finished / "prompts.jsonl").read_bytes()
+    assert command(finished, "--seed", "1") == 2
+    assert "holds another run (seed was 0, is 1): it is not overwritten" in capsys.readouterr().err
+    assert (finished / "prompts.jsonl").read_bytes() == before
+
+
+def test_a_folder_of_other_things_is_refused(command, tmp_path, capsys):
+    (tmp_path / "thesis.tex").write_text("precious")
+    assert command(tmp_path) == 2
+    assert "is no run folder and holds 'thesis.tex'" in capsys.readouterr().err
+
+
+def test_an_unwritable_folder_is_refused_before_weights_are_read(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(options.Subject, "load", None)
+    (tmp_path / "file").write_text("")
+    assert command(tmp_path / "file" / "run") == 2
+    message = capsys.readouterr().err
+    assert "can't be written (Not a directory): choose another with --out" in message
+    assert message.count("\n") == 1
+
+
+def test_too_little_space_is_refused_before_weights_are_read(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(options.Subject, "load", None)
+    monkeypatch.setattr(records.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
+    assert command(tmp_path / "run") == 2
+    assert "less than 16 MiB are free" in capsys.readouterr().err
+
+
+def test_a_disk_that_fills_up_midway_says_what_was_kept(command, tmp_path, monkeypatch, capsys):
+    written = []
+
+    def fsync(descriptor):
+        written.append(descriptor)
+        if len(written) == 4:  # the manifest, two records, and then
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records.os, "fsync", fsync)
+        assert command(tmp_path / "run") == 1
+    message = capsys.readouterr().err
+    assert "can't be written any more (No space left on device). What was decoded before is kept" in message
+    assert len(lines(tmp_path / "run")) >= 2
+    assert command(tmp_path / "run") == 0
+
+
+def test_logits_that_are_not_finite_end_the_run_with_a_message_and_keep_the_rest(
+    command, tmp_path, monkeypatch, capsys
+):
+    original = measure.decode_batch
+    calls = []
+
+    def poisoned(engine, batch, shared):
+        calls.append(batch)
+        if len(calls) == 3:
+            engine.params = jax.tree.map(lambda leaf: leaf * jnp.nan, engine.params)
+        return original(engine, batch, shared)
+
+    monkeypatch.setattr(measure, "decode_batch", poisoned)
+    assert command(tmp_path / "run") == 1
+    shown = capsys.readouterr()
+    assert "none, 82: target logits of row 0 are not finite at position" in shown.err
+    assert "2 of 6 results are kept" in shown.err
+    assert [line["finish"] for line in lines(tmp_path / "run")] == ["length", "length", "not_finite"]
+    assert "acceptance length, pooled" in shown.out
+
+
+def test_a_sampled_run_claims_no_greedy_equality(command, tmp_path, capsys):
+    assert command(tmp_path / "run", "--temperature", "0.8", "--limit", "1") == 0
+    rows = json.loads((tmp_path / "run" / "summary.json").read_text())["rows"]
+    assert [row["greedy_equal"] for row in rows] == [None, None]
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "greedy output" in line]
+    assert line.split()[-2:] == ["n/a", "n/a"]
+
+
+def test_prompts_decoded_together_get_the_same_tokens(finished, checkpoint, questions, tmp_path):  # noqa: F811
+    arguments = ["compare", "--target", str(checkpoint), "--prompts", str(questions), "--drafter", "none"]
+    arguments += ["--max-new-tokens", str(BUDGET), "--batch-size", "2", "--out", str(tmp_path / "run")]
+    assert cli.main(arguments) == 0
+    assert [line["batch_rows"] for line in lines(tmp_path / "run")] == [2, 2, 1]
+    plain = {key: tokens for key, tokens in tokens_by_key(finished).items() if key[0] == "none"}
+    assert tokens_by_key(tmp_path / "run") == plain
+
+
+def test_a_default_folder_continues_its_run_and_never_takes_a_complete_or_other_one(tmp_path):
+    manifest = {"seed": 1, "created": "now"}
+    first = records.default_folder("2026-01-01", "compare", manifest, tmp_path)
+    assert first.name == "2026-01-01-compare"
+    RunFolder.open(first, manifest)
+    assert records.default_folder("2026-01-01", "compare", manifest | {"created": "later"}, tmp_path) == first
+    assert records.default_folder("2026-01-01", "compare", {"seed": 2}, tmp_path).name == "2026-01-01-compare-2"
+    records.write_json(first / "summary.json", {"complete": True})
+    assert records.default_folder("2026-01-01", "compare", manifest, tmp_path).name == "2026-01-01-compare-2"
+
+
+def test_a_damaged_line_in_the_middle_is_named(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    file = tmp_path / "run" / "prompts.jsonl"
+    first, *rest = file.read_text().splitlines(keepends=True)
+    file.write_text(first[:50] + "\n" + "".join(rest))
+    with pytest.raises(RunFolderError, match="line 1 is damaged"):
+        RunFolder.open(tmp_path / "run", json.loads((finished / "manifest.json").read_text()))
+
+
+def test_a_record_comes_back_from_its_line(finished):
+    for line in (finished / "prompts.jsonl").read_text().splitlines(keepends=True):
+        assert Record.parse(line).line() == line
+
+
+def record(drafter, question_id, tokens, *, decode_s=1.0, session="s"):
+    rounds = len(tokens) - 1
+    ones = np.ones(rounds, np.int32)
+    counts = Counts(0 * ones, 0 * ones, 0 * ones, ones, np.zeros(rounds, np.float32), np.zeros(rounds, bool))
+    return Record(
+        question_id=question_id, category="c", drafter=drafter, prompt_tokens=3, capacity=128, batch_rows=1,
+        session=session, finish="length", prefill_s=0.1, decode_s=decode_s, tokens=tokens, text="", counts=counts,
+    )  # fmt: skip
+
+
+KNOWN = {
+    "none": summary.Measured("Nothing()", "", exact=True, draft_s=0.0, verify_s=0.1),
+    "x": summary.Measured("X()", "untrained", exact=True, draft_s=0.1, verify_s=0.1),
+}
+
+
+def test_a_speedup_compares_prompts_that_both_decoded_in_one_session():
+    taken = [
+        record("none", "a", [1] * 11, decode_s=2.0), record("x", "a", [1] * 11, decode_s=1.0),
+        record("none", "b", [1] * 11, decode_s=1.0, session="t"), record("x", "b", [1] * 11, decode_s=9.0),
+        record("x", "c", [1] * 11, decode_s=9.0),
+    ]  # fmt: skip
+    plain, other = summary.make_rows(KNOWN, taken, greedy=True)
+    assert plain["speedup"] == 1.0
+    assert other["speedup"] == 2.0
+    assert other["tokens_per_second"] == pytest.approx(30 / 19)
+    assert other["estimated_speedup"] == pytest.approx(0.5)
+
+
+def test_a_drafter_that_does_not_pay_is_told_so_and_its_label_stands_by_it():
+    taken = [record("none", "a", [1] * 5), record("x", "a", [1] * 5, decode_s=4.0)]
+    _, row = summary.make_rows(KNOWN, taken, greedy=True)
+    assert row["notes"][:2] == ["untrained", "does not pay here: 0.25 x the speed of none"]
+
+
+def test_an_approximate_rule_is_told():
+    known = {"none": KNOWN["none"], "x": summary.Measured("X()", "", exact=False)}
+    _, row = summary.make_rows(known, [record("none", "a", [1, 2]), record("x", "a", [1, 2])], greedy=True)
+    assert "approximate: the rule does not keep the target's law" in row["notes"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "position", "token"), [([1, 2, 9, 4], 2, 9), ([1, 2], 2, None), ([1, 2, 3, 4, 5], 4, 5)]
+)
+def test_a_greedy_difference_is_reported_where_it_begins(tokens, position, token):
+    taken = [record("none", "a", [7, 7]), record("x", "a", [7, 7])]
+    taken += [record("none", "b", [1, 2, 3, 4]), record("x", "b", tokens)]
+    _, row = summary.make_rows(KNOWN, taken, greedy=True)
+    assert row["greedy_equal"] is False
+    difference = row["greedy_difference"]
+    assert (difference["question_id"], difference["position"], difference["token"]) == ("b", position, token)
+    assert any("first in b at token" in note for note in row["notes"])
+    _, sampled = summary.make_rows(KNOWN, taken, greedy=False)
+    assert sampled["greedy_equal"] is None
+
+
+def test_the_margin_is_the_distance_of_the_two_largest_logits():
+    model = testing.TableModel(4, order=1)
+    laws = np.full((5, 4), 0.1)
+    laws[:, 2], laws[:, 3] = 0.5, 0.3
+    found = measure.margin(model, testing.table_params(laws), [0, 1, 2], jnp.float32)
+    assert found == pytest.approx(np.log(0.5 / 0.3), abs=1e-6)
+
+
+def count_decodings(monkeypatch, stop_at=None):
+    """Note every decoded batch; raise as Ctrl-C does at the given one."""
+    original, decoded = measure.decode_batch, []
+
+    def decode_batch(engine, batch, shared):
+        decoded.append(batch)
+        if len(decoded) == stop_at:
+            raise KeyboardInterrupt
+        return original(engine, batch, shared)
+
+    monkeypatch.setattr(measure, "decode_batch", decode_batch)
+    return decoded

@@ -30,8 +30,8 @@ def byte_tokenizer():
     return Tokenizer(backend, declared_end_ids=(258,), chat_template=TEMPLATE)
 
 
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
+@pytest.fixture(scope="session", name="checkpoint")
+def tiny_checkpoint(tmp_path_factory):
     """Path of a tiny target with a context of 256."""
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
     model, params = testing.tiny_model(vocab_size=259, num_layers=3)
@@ -39,8 +39,8 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="session")
-def questions(tmp_path_factory):
+@pytest.fixture(scope="session", name="questions")
+def question_file(tmp_path_factory):
     """A file of three prompts of two kinds, as Spec-Bench writes them."""
     path = tmp_path_factory.mktemp("prompts") / "question.jsonl"
     path.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))

@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from fixtures_cli import byte_tokenizer, checkpoint, questions  # noqa: F401
+from fixtures_cli import byte_tokenizer, question_file, tiny_checkpoint  # noqa: F401
 
 from specjax import Engine, Nothing, cli, drafter, weights
 from specjax.cli import generate, options
-from specjax.model import Llama
+from specjax.model import PRESETS, Llama
 
 PROMPT = "The sea, the sea."
 
@@ -65,7 +65,7 @@ def test_compare_refuses_bad_input_in_one_line_before_it_reads_weights(
     questions,
     tmp_path,
     monkeypatch,
-    capsys,  # noqa: F811
+    capsys,
 ):
     monkeypatch.setattr(options.Subject, "load", None)
     monkeypatch.chdir(tmp_path)
@@ -74,13 +74,13 @@ def test_compare_refuses_bad_input_in_one_line_before_it_reads_weights(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_drafter_file_that_raises_is_refused_with_its_error(checkpoint, tmp_path, capsys):  # noqa: F811
+def test_a_drafter_file_that_raises_is_refused_with_its_error(checkpoint, tmp_path, capsys):
     (tmp_path / "mine.py").write_text("1 / 0\n")
     message = refused(capsys, "generate", "hello", "--target", checkpoint, "--drafter", tmp_path / "mine.py")
     assert "raised ZeroDivisionError: division by zero" in message
 
 
-def test_an_unknown_class_of_a_file_is_refused_with_those_that_it_has(checkpoint, tmp_path, capsys):  # noqa: F811
+def test_an_unknown_class_of_a_file_is_refused_with_those_that_it_has(checkpoint, tmp_path, capsys):
     (tmp_path / "mine.py").write_text("from specjax import Drafter\nclass Mine(Drafter): ...\n")
     message = refused(capsys, "generate", "hello", "--target", checkpoint, "--drafter", f"{tmp_path / 'mine.py'}:Yours")
     assert "no drafter class 'Yours'" in message
@@ -88,11 +88,11 @@ def test_an_unknown_class_of_a_file_is_refused_with_those_that_it_has(checkpoint
 
 
 @pytest.mark.parametrize("prompt", ["", "  \n"])
-def test_an_empty_prompt_is_refused(prompt, checkpoint, capsys):  # noqa: F811
+def test_an_empty_prompt_is_refused(prompt, checkpoint, capsys):
     assert "the prompt is empty" in refused(capsys, "generate", prompt, "--target", checkpoint)
 
 
-def test_a_prompt_longer_than_the_context_is_refused(checkpoint, capsys):  # noqa: F811
+def test_a_prompt_longer_than_the_context_is_refused(checkpoint, capsys):
     message = refused(capsys, "generate", "x" * 300, "--target", checkpoint, "--max-new-tokens", 4)
     assert "exceed the target's context of 256: shorten the prompt or lower --max-new-tokens" in message
 
@@ -108,7 +108,7 @@ def test_an_unknown_command_is_refused_with_the_known_ones(arguments, capsys):
     assert "compare" in message or "COMMAND" in message
 
 
-def test_generate_streams_the_engines_text_and_then_its_statistics(checkpoint, capsys):  # noqa: F811
+def test_generate_streams_the_engines_text_and_then_its_statistics(checkpoint, capsys):
     arguments = ["generate", PROMPT, "--target", str(checkpoint), "--drafter", "none", "--max-new-tokens", "12"]
     assert cli.main(arguments) == 0
     shown = capsys.readouterr()
@@ -123,7 +123,7 @@ def test_generate_streams_the_engines_text_and_then_its_statistics(checkpoint, c
     assert "greedy output" not in shown.err
 
 
-def test_ctrl_c_ends_generate_after_its_round_with_text_and_statistics(checkpoint, monkeypatch, capsys):  # noqa: F811
+def test_ctrl_c_ends_generate_after_its_round_with_text_and_statistics(checkpoint, monkeypatch, capsys):
     original = generate._print_pieces
     printed = []
 
@@ -161,11 +161,11 @@ def test_drafters_are_listed_with_their_settings(capsys):
 
 
 def test_settings_go_to_the_drafters_that_have_them_and_names_keep_equal_drafters_apart():
-    model = Llama(weights.open_checkpoint.__globals__["PRESETS"]["smollm2-135m"])
+    subject = options.Subject(None, Llama(PRESETS["smollm2-135m"]), byte_tokenizer(), "float32")
     built = options.load_drafters(
         ["none", "ngram", "ngram:num_speculative_tokens=3", "early-exit"],
         ["num_speculative_tokens=5", "early-exit.exit_layer=7", "prompt_lookup_max=4"],
-        model,
+        subject,
     )
     assert built["none"] == Nothing()
     assert built["ngram"] == drafter.load("ngram", {"num_speculative_tokens": "5", "prompt_lookup_max": "4"})

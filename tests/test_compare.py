@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fixtures_cli import PROMPTS, checkpoint, questions  # noqa: F401
+from fixtures_cli import PROMPTS, question_file, tiny_checkpoint  # noqa: F401
 
 from specjax import cli, measure, records, summary, testing
 from specjax.cli import options
@@ -20,7 +20,7 @@ BUDGET = 10
 
 
 @pytest.fixture(scope="module")
-def command(checkpoint, questions):  # noqa: F811
+def command(checkpoint, questions):
     """Run `specjax compare` on the tiny target; all runs share their compilations."""
 
     def run(out, *arguments):
@@ -206,7 +206,7 @@ def test_a_sampled_run_claims_no_greedy_equality(command, tmp_path, capsys):
     assert line.split()[-2:] == ["n/a", "n/a"]
 
 
-def test_prompts_decoded_together_get_the_same_tokens(finished, checkpoint, questions, tmp_path):  # noqa: F811
+def test_prompts_decoded_together_get_the_same_tokens(finished, checkpoint, questions, tmp_path):
     arguments = ["compare", "--target", str(checkpoint), "--prompts", str(questions), "--drafter", "none"]
     arguments += ["--max-new-tokens", str(BUDGET), "--batch-size", "2", "--out", str(tmp_path / "run")]
     assert cli.main(arguments) == 0

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from specjax import engine, metrics, testing
-from specjax.drafter import Nothing
 from specjax.types import Counts
 
 
@@ -137,15 +136,15 @@ def test_the_models_estimate_divides_tokens_by_the_cost_of_a_round():
 
 
 @pytest.fixture(scope="module")
-def table():
-    """A target that compiles fast: its law is a table on the last token."""
+def decode():
+    """Decode two prompts with a drafter that is always right, on a target that compiles fast."""
     laws = np.random.default_rng(0).dirichlet(np.ones(7), 8)
-    return testing.TableModel(7, order=1), testing.table_params(laws)
+    perfect = engine.Engine(testing.TableModel(7, order=1), testing.table_params(laws), testing.Self(3))
+    return lambda budget: perfect.generate([[1, 2, 3], [4]], max_new_tokens=budget, seed=0)
 
 
-def test_real_counts_add_up_to_the_text_and_the_first_token_is_in_no_round(table):
-    model, params = table
-    generations = engine.Engine(model, params, testing.Self(3)).generate([[1, 2, 3], [4]], max_new_tokens=14, seed=0)
+def test_real_counts_add_up_to_the_text_and_the_first_token_is_in_no_round(decode):
+    generations = decode(14)
     for generation in generations:
         assert sum(generation.counts.emitted) == len(generation.tokens) - 1
     summary = metrics.summarize([generation.counts for generation in generations])
@@ -154,11 +153,9 @@ def test_real_counts_add_up_to_the_text_and_the_first_token_is_in_no_round(table
     assert summary.acceptance_rate == 1.0
 
 
-@pytest.mark.parametrize("max_new_tokens", [0, 1])
-def test_a_request_without_rounds_is_no_division_by_zero(table, max_new_tokens):
-    model, params = table
-    [generation] = engine.Engine(model, params, Nothing()).generate([[5, 6]], max_new_tokens=max_new_tokens, seed=0)
-    summary = metrics.summarize([generation.counts])
+@pytest.mark.parametrize("budget", [0, 1])
+def test_a_request_without_rounds_is_no_division_by_zero(decode, budget):
+    summary = metrics.summarize([generation.counts for generation in decode(budget)])
     assert summary.rounds == 0
     assert summary.acceptance_length is None
     assert not any(isinstance(value, float) and math.isnan(value) for value in summary.as_json().values())

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 
 import pytest
-from fixtures_cli import PROMPTS, questions  # noqa: F401
+from fixtures_cli import PROMPTS, question_file  # noqa: F401
 
 from specjax import prompts
 
@@ -49,7 +49,7 @@ def test_no_limit_and_a_large_one_take_every_prompt_of_the_categories():
     assert {prompt.category for prompt in prompts.select(prompts.builtin(), ["rag", "qa"])} == {"rag", "qa"}
 
 
-def test_spec_benchs_file_is_read_as_it_is(questions):  # noqa: F811
+def test_spec_benchs_file_is_read_as_it_is(questions):
     found = prompts.load(questions)
     assert [prompt.question_id for prompt in found] == ["81", "82", "101"]
     assert [prompt.text for prompt in found] == [prompt["turns"][0] for prompt in PROMPTS]
@@ -74,7 +74,7 @@ def test_a_bad_file_is_refused_with_the_line_and_the_form(tmp_path, content, mes
         prompts.load(path)
 
 
-def test_a_missing_file_and_an_unknown_category_are_refused(tmp_path, questions):  # noqa: F811
+def test_a_missing_file_and_an_unknown_category_are_refused(tmp_path, questions):
     with pytest.raises(ValueError, match="No such file"):
         prompts.load(tmp_path / "absent.jsonl")
     with pytest.raises(ValueError, match=r"unknown category 'poetry': .* has writing, math"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import hashlib
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
@@ -13,19 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specjax import measure, memory, prompts, provenance, records, verify
+from specjax import measure, memory, records
 from specjax.cli import options, plots, table
 from specjax.cli.errors import Failure, Refusal, refusing
+from specjax.cli.plan import DRAFTERS, Plan, make_manifest, make_plan
 from specjax.cli.progress import Progress
-from specjax.drafter import Drafter
-from specjax.engine import Engine, NotFiniteError, capacity_for
+from specjax.engine import Engine, NotFiniteError
 from specjax.memory.compiler import read as read_compiled
 from specjax.records import Record, RunFolder, RunFolderError
 from specjax.summary import BASELINE, Measured, make_rows
 
-DRAFTERS = ("none", "ngram", "early-exit", "fp8", "external")
 LIMIT = 7  # one prompt of each built-in kind
-SMALLEST_CAPACITY = 512  # a compilation costs as much as several prompts, unused slots a few percent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,47 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=options.not_negative, default=64, help="default: %(default)s")
     parser.add_argument("--batch-size", type=options.positive, default=1, help="prompts decoded together (default: 1)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="run folder (default: runs/<date>-compare)")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All that decides a run, checked; no weights are loaded yet."""
-
-    subject: options.Subject
-    drafters: dict[str, Drafter]
-    rule: verify.Rule
-    source: prompts.PromptSet
-    chosen: dict[str, prompts.Prompt]  # by question_id
-    tokens: dict[str, list[int]]
-    shared: measure.Options
-    args: argparse.Namespace
-
-    @property
-    def greedy(self) -> bool:
-        """Whether outputs must be equal."""
-        return bool(self.args.temperature == 0)
-
-    def capacity(self, question_id: str) -> int:
-        """Cache slots for a prompt and its answer: one of few sizes."""
-        needed = len(self.tokens[question_id]) + self.shared.max_new_tokens
-        return min(max(SMALLEST_CAPACITY, capacity_for(needed)), self.subject.model.context_length)
-
-    def batches(self) -> list[list[str]]:
-        """Prompts by capacity, then in the file's order, `--batch-size` together."""
-        groups: dict[int, list[str]] = {}
-        for name in self.chosen:
-            groups.setdefault(self.capacity(name), []).append(name)
-        size = self.args.batch_size
-        return [group[i : i + size] for _, group in sorted(groups.items()) for i in range(0, len(group), size)]
-
-    def batch(self, names: Sequence[str]) -> measure.Batch:
-        """The batch of some prompts of equal capacity."""
-        return measure.Batch(
-            prompts=[self.tokens[name] for name in names],
-            rows=[self.chosen[name].row for name in names],
-            capacity=self.capacity(names[0]),
-            size=self.args.batch_size,
-        )
 
 
 @dataclass
@@ -119,65 +75,6 @@ def run(args: argparse.Namespace) -> int:
         return _carry_out(plan, folder)
     except RunFolderError as error:
         raise Failure(str(error)) from error
-
-
-def make_plan(args: argparse.Namespace) -> Plan:
-    """Check everything that can be checked before weights are read."""
-    shared_sampler = options.make_sampling(args, args.batch_size)
-    source = prompts.load(args.prompts) if args.prompts else prompts.builtin()
-    chosen = prompts.select(source, args.category, None if args.all else args.limit)
-    specs = list(dict.fromkeys([BASELINE, *(args.drafters or DRAFTERS)]))
-    subject = options.open_subject(args)
-    drafters = options.load_drafters(specs, args.settings, subject.model)
-    tokens = {prompt.question_id: subject.encode(prompt.text, args.system) for prompt in chosen}
-    context = subject.model.context_length
-    long = [name for name, ids in tokens.items() if len(ids) + args.max_new_tokens > context]
-    if long:
-        raise ValueError(
-            f"{len(long)} prompts with max_new_tokens={args.max_new_tokens} exceed the target's context of {context} "
-            f"tokens, the first is {long[0]} of {len(tokens[long[0]])} tokens: lower --max-new-tokens, or leave "
-            "these prompts out"
-        )
-    return Plan(
-        subject=subject,
-        drafters=drafters,
-        rule=verify.RULES[args.rule](),
-        source=source,
-        chosen={prompt.question_id: prompt for prompt in chosen},
-        tokens=tokens,
-        shared=measure.Options(args.max_new_tokens, args.seed, subject.tokenizer.end_ids, shared_sampler),
-        args=args,
-    )
-
-
-def make_manifest(plan: Plan) -> dict[str, Any]:
-    """What the run's tokens depend on."""
-    args, subject = plan.args, plan.subject
-    return {
-        "command": ["specjax", *sys.argv[1:]],
-        "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "target": {
-            "name": subject.checkpoint.name,
-            "sha256": subject.checkpoint.sha256,
-            "dtype": subject.dtype,
-            "config": dataclasses.asdict(subject.checkpoint.config),
-        },
-        "drafters": {name: repr(drafter) for name, drafter in plan.drafters.items()},
-        "drafter_files": {
-            path: hashlib.sha256(Path(path).read_bytes()).hexdigest()
-            for path in (options.split(name)[0].partition(":")[0] for name in plan.drafters)
-            if path.endswith(".py")
-        },
-        "rule": repr(plan.rule),
-        "prompts": {"file": plan.source.name, "sha256": plan.source.sha256, "question_ids": list(plan.chosen)},
-        "sampling": {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")},
-        "seed": args.seed,
-        "max_new_tokens": args.max_new_tokens,
-        "batch_size": args.batch_size,
-        "system": args.system,
-        "end_ids": list(plan.shared.end_ids),
-        **provenance.describe(),
-    }
 
 
 def _open_folder(plan: Plan) -> RunFolder:

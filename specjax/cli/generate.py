@@ -20,12 +20,12 @@ import jax
 from specjax import decode, measure, memory, verify
 from specjax.cli import options, table
 from specjax.cli.errors import Failure, refusing
+from specjax.cli.plan import SMALLEST_CAPACITY
 from specjax.engine import Engine, Generation, NotFiniteError, capacity_for
 from specjax.records import Record
 from specjax.summary import Measured, make_rows
 
 DRAFTER = "ngram"
-SMALLEST_CAPACITY = 512
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +102,7 @@ def _prepare(args: argparse.Namespace) -> Request:
         raise ValueError("the prompt is empty: give it some text")
     sampler = options.make_sampling(args, 1)
     subject = options.open_subject(args)
-    [drafter] = options.load_drafters([args.drafter], args.settings, subject.model).values()
+    [drafter] = options.load_drafters([args.drafter], args.settings, subject).values()
     tokens = subject.tokenizer.encode(text) if args.raw else subject.encode(text, args.system)
     context = subject.model.context_length
     if len(tokens) + args.max_new_tokens > context:

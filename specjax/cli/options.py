@@ -12,7 +12,7 @@ from specjax.cli.errors import Refusal
 from specjax.drafter import Drafter, Nothing
 from specjax.model import Llama
 from specjax.text import Tokenizer
-from specjax.types import Model, Params, Sampling
+from specjax.types import Params, Sampling
 
 DEFAULT_TARGET = "smollm2-135m"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -72,14 +72,14 @@ def make_sampling(args: argparse.Namespace, batch: int) -> Sampling:
     return sampling.make_sampling(batch, args.temperature, args.top_k, args.top_p, args.min_p)
 
 
-def load_drafters(specs: Sequence[str], settings: Sequence[str], model: Model) -> dict[str, Drafter]:
+def load_drafters(specs: Sequence[str], settings: Sequence[str], subject: Subject) -> dict[str, Drafter]:
     """Build drafters from `NAME[:FIELD=VALUE,...]` and the `--set` options; each is named by its whole text.
 
     NAME may be `./file.py:Class`. A `--set` without a drafter's name goes to every drafter that has the
     field, `none` aside; what stands behind a drafter's own name comes last.
 
     Raises:
-      ValueError: an unknown drafter, field or value, or a drafter that can't serve `model`.
+      ValueError: an unknown drafter, field or value, or a drafter that can't serve the target.
     """
     drafters: dict[str, Drafter] = {}
     parsed = [_parse_setting(text) for text in settings]
@@ -94,7 +94,7 @@ def load_drafters(specs: Sequence[str], settings: Sequence[str], model: Model) -
                 used.add(index)
         values |= {field: value for _, field, value in map(_parse_setting, own)}
         drafters[spec] = drafter.load(name, values)
-        _check(drafters[spec], model)
+        _check(drafters[spec], subject)
     for index, (owner, field, _) in enumerate(parsed):
         if index not in used:
             _refuse_setting(owner, field, specs)
@@ -129,12 +129,12 @@ def _parse_setting(text: str) -> tuple[str | None, str, str]:
     return (owner if dot else None), field, value
 
 
-def _check(built: Drafter, model: Model) -> None:
-    built.check(model)
-    if built.num_speculative_tokens >= model.context_length:
+def _check(built: Drafter, subject: Subject) -> None:
+    built.check(subject.model, subject.tokenizer)
+    if built.num_speculative_tokens >= subject.model.context_length:
         raise ValueError(
             f"num_speculative_tokens={built.num_speculative_tokens}: must be smaller than the target's "
-            f"context of {model.context_length} tokens"
+            f"context of {subject.model.context_length} tokens"
         )
 
 

@@ -16,6 +16,7 @@ committed tokens again, so that a full acceptance leaves no hole.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 import importlib.util
 import pkgutil
@@ -162,14 +163,19 @@ def load(spec: str, settings: Mapping[str, str] | None = None) -> Drafter:
 def _import_file(path: Path) -> Any:
     if not path.is_file():
         raise ValueError(f"no drafter file {path}: give the path of a Python file, as ./file.py:Class")
-    spec = importlib.util.spec_from_file_location(f"specjax_user_{path.stem}", path)
+    digest = hashlib.sha256(str(path.resolve()).encode() + path.read_bytes()).hexdigest()[:16]
+    name = f"specjax_user_{path.stem}_{digest}"
+    if name in sys.modules:  # a class defined again would be unequal to the first, and compile everything again
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file: give one, as ./file.py:Class")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
     except Exception as error:
+        del sys.modules[name]
         raise RuntimeError(f"drafter file {path} raised {type(error).__name__}: {error}") from error
     return module
 
@@ -188,6 +194,13 @@ def _only_drafter(module: Any, name: str | None) -> type[Drafter]:
     return kinds[name] if name is not None else next(iter(kinds.values()))
 
 
+_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def _number_like(default: Any, text: str) -> Any:
+    return type(default)(text) if isinstance(default, int | float) else text
+
+
 def _parse_fields(kind: type[Drafter], spec: str, settings: Mapping[str, str]) -> dict[str, Any]:
     fields = {field.name: field for field in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
@@ -196,7 +209,7 @@ def _parse_fields(kind: type[Drafter], spec: str, settings: Mapping[str, str]) -
             raise ValueError(f"drafter {spec!r} has no field {name!r}: its fields are {', '.join(fields)}")
         default = fields[name].default
         try:
-            values[name] = type(default)(text) if isinstance(default, (int, float)) else text
-        except ValueError as error:
+            values[name] = _BOOLEANS[text.lower()] if isinstance(default, bool) else _number_like(default, text)
+        except (KeyError, ValueError) as error:
             raise ValueError(f"{name}={text!r}: expected {type(default).__name__}, as in {name}={default}") from error
     return values

@@ -49,12 +49,14 @@ def builtin() -> PromptSet:
     return _read("builtin", file.read_bytes())
 
 
-def load(path: str | Path) -> PromptSet:
-    """Read a file of prompts.
+def load(path: str | Path | None = None) -> PromptSet:
+    """Read a file of prompts; without one, the prompts that come with specjax.
 
     Raises:
       ValueError: no such file, or a line that is no prompt, named.
     """
+    if path is None:
+        return builtin()
     try:
         return _read(str(path), Path(path).expanduser().read_bytes())
     except OSError as error:

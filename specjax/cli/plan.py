@@ -66,7 +66,7 @@ class Plan:
 def make_plan(args: argparse.Namespace) -> Plan:
     """Check everything that can be checked before weights are read."""
     shared_sampler = options.make_sampling(args, args.batch_size)
-    source = prompts.load(args.prompts) if args.prompts else prompts.builtin()
+    source = prompts.load(args.prompts)
     chosen = prompts.select(source, args.category, None if args.all else args.limit)
     specs = list(dict.fromkeys([BASELINE, *(args.drafters or DRAFTERS)]))
     subject = options.open_subject(args)

@@ -21,6 +21,7 @@ from specjax.engine import Engine, NotFiniteError
 from specjax.memory.compiler import read as read_compiled
 from specjax.records import Record, RunFolder, RunFolderError
 from specjax.summary import BASELINE, Measured, make_rows
+from specjax.types import Params
 
 LIMIT = 7  # one prompt of each built-in kind
 
@@ -85,10 +86,12 @@ def _open_folder(plan: Plan) -> RunFolder:
 
 def _carry_out(plan: Plan, folder: RunFolder) -> int:
     run = Run(plan, folder, engines={}, records=list(folder.records))
+    with refusing():
+        params = plan.subject.load()  # has a progress bar of its own
     stopped: BaseException | None = None
     with Progress(total=len(plan.drafters) * len(plan.chosen)) as progress:
         try:
-            _load(run, progress)
+            _prepare(run, params, progress)
             for names in plan.batches():
                 for drafter, undone in _turns(run, names, progress):
                     _decode(run, drafter, undone, progress)
@@ -103,15 +106,14 @@ def _carry_out(plan: Plan, folder: RunFolder) -> int:
     return _say_goodbye(run, stopped)
 
 
-def _load(run: Run, progress: Progress) -> None:
-    """Read the weights and make every strategy's own; account for its memory from shapes."""
-    plan, progress_text = run.plan, progress.describe
-    progress_text("loading the target")
-    with refusing():
-        params = plan.subject.load()
-        for name, drafter in plan.drafters.items():
-            progress_text(f"{name}: preparing")
+def _prepare(run: Run, params: Params, progress: Progress) -> None:
+    """Make every strategy's own weights, and account for its memory from shapes."""
+    plan = run.plan
+    for name, drafter in plan.drafters.items():
+        progress.describe(f"{name}: preparing")
+        with refusing():
             run.engines[name] = Engine(plan.subject.model, params, drafter, rule=plan.rule)
+    progress.describe("accounting for memory")
     capacity = max(plan.capacity(name) for name in plan.chosen)
     for name, engine in run.engines.items():
         account = memory.account(
@@ -194,7 +196,7 @@ def _summarize(run: Run, complete: bool) -> dict[str, Any]:
     plan = run.plan
     rows = make_rows(run.measured, run.records, greedy=plan.greedy, seed=plan.args.seed)
     for row in rows:
-        if row["greedy_difference"] is not None:
+        if complete and row["greedy_difference"] is not None:
             row["greedy_difference"]["margin"] = _margin(run, row["greedy_difference"])
     capacities = sorted({plan.capacity(name) for name in plan.chosen})
     name, args = plan.subject.checkpoint.name, plan.args

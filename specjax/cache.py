@@ -13,13 +13,15 @@ arrays, so that the compiled loop updates each in place (tests/test_compiled.py 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.types import Cache
+
+SlotTree = TypeVar("SlotTree")  # a tree of [B, _, T, _]: a cache, or the hidden states of tapped layers
 
 
 def init_cache(layers: int, batch: int, heads: int, slots: int, width: int, dtype: Any) -> Cache:
@@ -45,7 +47,7 @@ def write(
     return slots.at[row, :, index].set(values, mode="drop", unique_indices=True)
 
 
-def commit_path(cache: Cache, start: Int[Array, "B"], path: Int[Array, "B K"]) -> Cache:
+def commit_path(cache: SlotTree, start: Int[Array, "B"], path: Int[Array, "B K"]) -> SlotTree:
     """Move the accepted nodes of a tree to the slots behind the pending token, inside the window only.
 
     Node i of the draft stands at slot `start + 1 + i`, and belongs at `start + 1 + depth`. Slots of

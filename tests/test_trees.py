@@ -1,0 +1,163 @@
+"""Trees of drafts through the whole loop: the accepted path is committed, its neighbours leave no trace."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import subjects
+from subjects import CAPACITY, run_rows
+
+from specjax import decode, testing
+from specjax.drafter import Drafter
+from specjax.types import Draft
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeOracle(Drafter):
+    """Point masses on a tree: right along `path[b]`, wrong and all different elsewhere.
+
+    `params` is `{"tokens": [B, T], "parents": [N] or [B, N], "right": [B, N]}`: a row's greedy text, the tree, and
+    which nodes hold the text's token at their depth.
+    """
+
+    depth: int = 2
+    taps: tuple[int, ...] = ()
+
+    @property
+    def hidden_layers(self):
+        return self.taps
+
+    def propose(self, keys, params, state, target):
+        rows, nodes = params["right"].shape
+        parents = jnp.broadcast_to(params["parents"], (rows, nodes))
+        depth = jnp.zeros((rows, nodes), jnp.int32)
+        for node in range(nodes):
+            above = jnp.take_along_axis(depth, jnp.maximum(parents[:, node], 0)[:, None], 1)[:, 0]
+            depth = depth.at[:, node].set(jnp.where(parents[:, node] >= 0, above + 1, 0))
+        index = jnp.minimum(target.length[:, None] + depth, params["tokens"].shape[1] - 1)
+        text = jnp.take_along_axis(params["tokens"], index, 1)
+        wrong = (text + 1 + jnp.arange(nodes, dtype=jnp.int32)[None]) % target.model.vocab_size
+        tokens = jnp.where(params["right"], text, wrong)
+        count = jnp.full((rows,), nodes, jnp.int32)
+        return Draft(tokens, None, count, target.cache, state, params["parents"], self.depth)
+
+
+def script(texts, parents, right):
+    whole = np.stack([np.pad(p + t, (0, CAPACITY - len(p + t))) for p, t in texts])
+    return {
+        "tokens": jnp.asarray(whole, jnp.int32), "parents": jnp.asarray(parents, jnp.int32),
+        "right": jnp.asarray(right, bool),
+    }  # fmt: skip
+
+
+TREE = (-1, -1, 0, 1)  # [0] [1] [0,0] [1,0]
+BRANCHES = [[0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 0]]  # the second branch, the first, half of the second
+
+
+@pytest.fixture(scope="module")
+def finished(tiny, greedy_texts):
+    """Twenty tokens through TREE, with taps of layers 1 and 3."""
+    texts = [greedy_texts[i] for i in (1, 4, 8)]
+    drafter = TreeOracle(4, taps=(1, 3))
+    rows = run_rows_with_own_start(tiny, drafter, script(texts, TREE, BRANCHES), texts, 20)
+    return texts, rows
+
+
+def run_rows_with_own_start(tiny, drafter, params, texts, new):
+    """`run_rows` starts with a drafter that taps nothing; this one has hidden states in its state."""
+    model, weights = tiny
+    from specjax import sampling
+
+    tokens = np.zeros((len(texts), CAPACITY), np.int32)
+    for row, (prompt, _) in enumerate(texts):
+        tokens[row, : len(prompt)] = prompt
+    length = jnp.asarray([len(prompt) for prompt, _ in texts], jnp.int32)
+    program = decode.Program(model, drafter)
+    state = subjects._start(
+        program, weights, params, jnp.asarray(tokens), length, length + new,
+        sampling.row_keys(0, range(len(texts))), jnp.full(8, -1, jnp.int32),
+        sampling.make_sampling(len(texts)), cache_dtype=jnp.dtype(jnp.float32),
+    )  # fmt: skip
+    return subjects.collect(subjects._run(program, weights, params, state), [prompt for prompt, _ in texts])
+
+
+def test_the_accepted_branch_is_emitted_whichever_it_is(finished):
+    texts, rows = finished
+    assert rows.tokens == [text[:20] for _, text in texts]
+    assert rows.counts[0]["accepted"].tolist() == rows.counts[1]["accepted"].tolist() == [2] * 6 + [0]  # 6 x 3 + 1
+    assert rows.counts[2]["accepted"].tolist() == [1] * 9 + [0]
+
+
+def test_cache_and_hidden_states_along_the_accepted_branch_equal_a_clean_prefill(finished, tiny):
+    model, params = tiny
+    _, rows = finished
+    state = rows.state
+    cache = model.init_cache(3, CAPACITY, jnp.float32)
+    clean = jax.jit(lambda t, n, c: decode.prefill(model, params, t, n, c, (1, 3)))
+    _, hidden, cache = clean(state.tokens, state.length, cache)
+    real = (np.arange(CAPACITY)[None] < np.asarray(state.length)[:, None] - 1)[:, None, :, None]
+    for got, want in zip(jax.tree.leaves((state.cache, state.hidden)), jax.tree.leaves((cache, hidden)), strict=True):
+        np.testing.assert_allclose(np.where(real, got, 0), np.where(real, want, 0), rtol=1e-4, atol=2e-4)
+    assert len(state.hidden) == 2
+
+
+def test_each_row_may_have_a_tree_of_its_own(tiny, greedy_texts):
+    texts = [greedy_texts[i] for i in (1, 4, 8)]
+    parents = [[-1, -1, 0, 1], [-1, 0, 1, 2], [-1, -1, -1, 2]]
+    right = [[0, 1, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1]]
+    rows = run_rows(*tiny, TreeOracle(4, depth=4), script(texts, parents, right), [p for p, _ in texts], 20)
+    assert rows.tokens == [text[:20] for _, text in texts]
+    assert [counts["accepted"].max() for counts in rows.counts] == [2, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("parents", "right", "depth", "accepted"),
+    [
+        ([-1, -1, -1, -1], [0, 0, 0, 1], 1, 1),
+        ([-1], [1], 1, 1),
+        ([-1, 0, 1, 2], [1, 1, 1, 1], 4, 4),
+        ([], [], 0, 0),
+    ],
+    ids=["one-deep-four-wide", "single", "one-wide-four-deep", "empty"],
+)
+def test_trees_of_extreme_shape_give_the_plain_text(tiny, greedy_texts, parents, right, depth, accepted):
+    texts = [greedy_texts[i] for i in (0, 3, 6)]
+    params = script(texts, np.reshape(parents, -1), np.broadcast_to(np.reshape(right, -1), (3, len(right))))
+    for new in (1, 2, 20):
+        rows = run_rows(*tiny, TreeOracle(max(1, len(parents)), depth=depth), params, [p for p, _ in texts], new)
+        assert rows.tokens == [text[:new] for _, text in texts]
+    assert rows.counts[0]["accepted"].max() == accepted
+
+
+def test_a_tree_of_width_one_samples_the_very_tokens_of_a_chain(tiny):
+    tree = testing.Tree(parents=(-1, 0, 1))
+
+    class Chain(testing.Tree):
+        """The same tokens and laws, declared as a chain."""
+
+        def propose(self, keys, params, state, target):
+            return dataclasses.replace(super().propose(keys, params, state, target), parents=None)
+
+    prompts = [[1], [2, 3], [4, 5, 6]]
+    one = run_rows(*tiny, tree, (), prompts, 20, temperature=1.0)
+    two = run_rows(*tiny, Chain(parents=(-1, 0, 1)), (), prompts, 20, temperature=1.0)
+    assert one.tokens == two.tokens
+    assert any(counts["accepted"].any() for counts in one.counts)
+
+
+def test_a_tree_that_does_not_fit_the_end_of_the_cache_is_cut_and_clobbers_nothing(tiny, greedy_texts):
+    texts = [greedy_texts[i] for i in (1, 4, 8)]
+    prompts = [p for p, _ in texts]
+    new = [CAPACITY - len(prompt) for prompt in prompts]
+    plain = run_rows(*tiny, testing.Silent(1), (), prompts, new)
+    long = [(p, t) for p, t in zip(prompts, plain.tokens, strict=True)]
+    rows = run_rows(*tiny, TreeOracle(4), script(long, TREE, BRANCHES), prompts, new)
+    assert rows.tokens == plain.tokens
+
+
+def test_finished_rows_keep_their_slots_while_a_tree_goes_on(tiny, greedy_texts):
+    texts = [greedy_texts[i] for i in (1, 4, 8)]
+    rows = run_rows(*tiny, TreeOracle(4), script(texts, TREE, BRANCHES), [p for p, _ in texts], [2, 30, 5])
+    assert rows.tokens == [texts[0][1][:2], texts[1][1][:30], texts[2][1][:5]]

@@ -15,16 +15,13 @@ from typing import Any
 from specjax import measure, memory, records
 from specjax.cli import options, plots, table
 from specjax.cli.errors import Failure, Refusal, refusing
-from specjax.cli.plan import DRAFTERS, Plan, make_manifest, make_plan
+from specjax.cli.plan import DRAFTERS, SMALLEST_CAPACITY, Plan, make_manifest, make_plan
 from specjax.cli.progress import Progress
 from specjax.engine import Engine, NotFiniteError
 from specjax.memory.compiler import read as read_compiled
 from specjax.records import Record, RunFolder, RunFolderError
 from specjax.summary import BASELINE, Measured, make_rows
 from specjax.types import Params
-
-LIMIT = 7  # one prompt of each built-in kind
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the subcommand."""
@@ -38,11 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--category", action="append", default=[], help="only prompts of this kind; may be repeated")
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument(
-        "--limit", type=options.positive, default=LIMIT,
-        help="decode this many prompts, a fixed sample balanced over the kinds (default: %(default)s)",
+        "--limit", type=options.positive,
+        help="decode this many prompts, a fixed sample balanced over the kinds (default: one of each kind, of those "
+        f"that fit into {SMALLEST_CAPACITY} slots with their answers, so that one compilation serves all)",
     )  # fmt: skip
     amount.add_argument("--all", action="store_true", help="decode every prompt")
-    parser.add_argument("--max-new-tokens", type=options.not_negative, default=64, help="default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=options.not_negative, default=40, help="default: %(default)s")
     parser.add_argument("--batch-size", type=options.positive, default=1, help="prompts decoded together (default: 1)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="run folder (default: runs/<date>-compare)")
 

@@ -67,10 +67,10 @@ def make_plan(args: argparse.Namespace) -> Plan:
     """Check everything that can be checked before weights are read."""
     shared_sampler = options.make_sampling(args, args.batch_size)
     source = prompts.load(args.prompts)
-    chosen = prompts.select(source, args.category, None if args.all else args.limit)
     specs = list(dict.fromkeys([BASELINE, *(args.drafters or DRAFTERS)]))
     subject = options.open_subject(args)
     drafters = options.load_drafters(specs, args.settings, subject)
+    chosen = _choose(source, subject, args)
     tokens = {prompt.question_id: subject.encode(prompt.text, args.system) for prompt in chosen}
     context = subject.model.context_length
     long = [name for name, ids in tokens.items() if len(ids) + args.max_new_tokens > context]
@@ -90,6 +90,17 @@ def make_plan(args: argparse.Namespace) -> Plan:
         shared=measure.Options(args.max_new_tokens, args.seed, subject.tokenizer.end_ids, shared_sampler),
         args=args,
     )
+
+
+def _choose(source: prompts.PromptSet, subject: options.Subject, args: argparse.Namespace) -> list[prompts.Prompt]:
+    """What the arguments ask for; by default one short prompt of each kind."""
+    if args.all or args.limit is not None:
+        return prompts.select(source, args.category, None if args.all else args.limit)
+    room = SMALLEST_CAPACITY - args.max_new_tokens
+    short = [prompt for prompt in source.prompts if len(subject.encode(prompt.text, args.system)) <= room]
+    if {prompt.category for prompt in short} >= set(args.category or source.categories):
+        source = dataclasses.replace(source, prompts=tuple(short))
+    return prompts.select(source, args.category, len(args.category) or len(source.categories))
 
 
 def make_manifest(plan: Plan) -> dict[str, Any]:

@@ -7,7 +7,7 @@ for generation in engine.generate([ids], max_new_tokens=64, seed=0):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -138,7 +138,7 @@ class Engine:
         state = self.start(prompts, **options)
         return self.results(decode.run(self.program, self.params, self.drafter_params, state), prompts)
 
-    def stream(self, prompt: Sequence[int], **options: Any) -> Iterator[list[int]]:
+    def stream(self, prompt: Sequence[int], **options: Any) -> Generator[list[int], None, Generation]:
         """Decode one prompt and yield each round's tokens; the generator's value is its `Generation`."""
         state = self.start([prompt], **options)
         seen = len(prompt)

@@ -130,6 +130,7 @@ def walk(
     """
     batch, nodes = draft.tokens.shape
     parents = parents_of(draft)
+    log_q = None if rule.point_mass else draft.log_q
     vocabulary = jnp.arange(log_p.shape[-1], dtype=jnp.int32)[None]
     law = jnp.exp(log_p[:, 0])
     node = jnp.full((batch,), -1, jnp.int32)
@@ -140,8 +141,7 @@ def walk(
     for i in range(nodes):
         token = draft.tokens[:, i]
         one_hot = vocabulary == token[:, None]
-        certain = draft.log_q is None or rule.point_mass
-        q = one_hot.astype(law.dtype) if certain else jnp.exp(draft.log_q[:, i])
+        q = one_hot.astype(law.dtype) if log_q is None else jnp.exp(log_q[:, i])
         p_token = jnp.sum(jnp.where(one_hot, law, 0), -1)
         q_token = jnp.sum(jnp.where(one_hot, q, 0), -1)
         test = live[:, i] & (parents[:, i] == node) & (accepted < path.shape[1])

@@ -5,8 +5,8 @@ import warnings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import jaxtyping  # noqa: E402
-from beartype.roar import BeartypeDecorHintPep585DeprecationWarning  # noqa: E402
+import jaxtyping
+from beartype.roar import BeartypeDecorHintPep585DeprecationWarning
 
 warnings.filterwarnings("ignore", category=BeartypeDecorHintPep585DeprecationWarning)  # of flax's annotations
 CHECKED = ("sampling", "verify", "cache", "drafter", "drafters", "engine", "model")

@@ -121,7 +121,9 @@ class Scripted(Drafter):
 
     def propose(self, keys, params, state, target):
         k = self.num_speculative_tokens
-        drafts = [kind(k).propose(keys, params, state, target) for kind in (testing.Oracle, testing.Hostile, testing.Silent)]
+        drafts = [
+            kind(k).propose(keys, params, state, target) for kind in (testing.Oracle, testing.Hostile, testing.Silent)
+        ]
         flicker = jnp.where(target.length % 2 == 0, k, 0)
         tokens = jnp.stack([draft.tokens for draft in drafts] + [drafts[0].tokens])
         counts = jnp.stack([draft.count for draft in drafts] + [flicker])

@@ -40,7 +40,9 @@ def test_each_row_is_written_at_its_own_start():
 
 
 def test_a_write_takes_the_caches_dtype():
-    assert kv.write(filled().astype(jnp.bfloat16), jnp.ones((2, 2, 1, 3)), jnp.zeros(2, jnp.int32)).dtype == jnp.bfloat16
+    assert (
+        kv.write(filled().astype(jnp.bfloat16), jnp.ones((2, 2, 1, 3)), jnp.zeros(2, jnp.int32)).dtype == jnp.bfloat16
+    )
 
 
 def test_a_new_cache_is_zero_in_every_slot_and_separate_in_every_layer():

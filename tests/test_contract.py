@@ -67,7 +67,18 @@ def test_an_equal_drafter_another_prompt_temperature_limit_or_seed_compiles_noth
     sizes = subjects._start._cache_size(), subjects._run._cache_size()
     again = dataclasses.replace(ALL[name])
     sampler = sampling.make_sampling(3, 0.7, top_k=5, top_p=0.9, min_p=0.1)
-    run_rows(model, params, again, weights, [[1, 2], [3], [4] * 9], [0, 1, 20], seed=9, rows=[4, 1, 8], end_ids=[2], sampler=sampler)
+    run_rows(
+        model,
+        params,
+        again,
+        weights,
+        [[1, 2], [3], [4] * 9],
+        [0, 1, 20],
+        seed=9,
+        rows=[4, 1, 8],
+        end_ids=[2],
+        sampler=sampler,
+    )
     assert (subjects._start._cache_size(), subjects._run._cache_size()) == sizes
 
 
@@ -177,8 +188,12 @@ def test_draft_acceptance_and_further_token_have_keys_of_their_own(tiny, monkeyp
             return super().propose(keys, params, state, target)
 
     uniforms, draw = sampling.uniforms, sampling.draw
-    monkeypatch.setattr(sampling, "uniforms", lambda keys, n: (seen.update(accept=jax.random.key_data(keys)), uniforms(keys, n))[1])
-    monkeypatch.setattr(sampling, "draw", lambda keys, law: (seen.update(extra=jax.random.key_data(keys)), draw(keys, law))[1])
+    monkeypatch.setattr(
+        sampling, "uniforms", lambda keys, n: (seen.update(accept=jax.random.key_data(keys)), uniforms(keys, n))[1]
+    )
+    monkeypatch.setattr(
+        sampling, "draw", lambda keys, law: (seen.update(extra=jax.random.key_data(keys)), draw(keys, law))[1]
+    )
     state = subjects.start_rows(model, params, Nothing(), (), PROMPTS, 9)
 
     def keys_of_a_round(state):
@@ -186,7 +201,9 @@ def test_draft_acceptance_and_further_token_have_keys_of_their_own(tiny, monkeyp
         return dict(seen)
 
     first = jax.jit(keys_of_a_round, compiler_options=subjects.QUICK)(state)
-    second = jax.jit(keys_of_a_round, compiler_options=subjects.QUICK)(dataclasses.replace(state, round=state.round + 1))
+    second = jax.jit(keys_of_a_round, compiler_options=subjects.QUICK)(
+        dataclasses.replace(state, round=state.round + 1)
+    )
     found = [tuple(key) for keys in (first, second) for leaf in keys.values() for key in np.asarray(leaf).tolist()]
     assert len(found) == len(set(found)) == 2 * 3 * 3
 

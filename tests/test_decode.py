@@ -181,7 +181,11 @@ def test_a_drafters_own_cache_has_no_hole_and_no_rejected_token_after_partial_ac
     rows = run_rows(model, params, tampered(name, 4), tamper(weights[name], [0, 2, 4]), prompts, [17, 18, 16])
     final = rows.state
     own = subjects.drafters(4)[name]
-    whole = own.whole(weights[name], dataclasses.replace(_target(model, params, final))) if name == "fp8-own" else weights[name]
+    whole = (
+        own.whole(weights[name], dataclasses.replace(_target(model, params, final)))
+        if name == "fp8-own"
+        else weights[name]
+    )
     clean = clean_prefill(own.model(model), whole, np.asarray(final.tokens), final.length)
     assert_same_slots(final.drafter, clean, final.length - 2)  # the last two are fed again by the next round
 
@@ -324,7 +328,9 @@ def test_the_same_request_gives_the_same_text_as_the_first_and_the_tenth_call(ti
     def once(seed=7):
         jax.random.normal(jax.random.key(0), (3,))  # unrelated use of randomness
         np.random.default_rng().random()
-        return [g.tokens for g in engine.generate([[1, 2], [3]], max_new_tokens=12, seed=seed, sampler=warm, capacity=64)]
+        return [
+            g.tokens for g in engine.generate([[1, 2], [3]], max_new_tokens=12, seed=seed, sampler=warm, capacity=64)
+        ]
 
     warm = sampling.make_sampling(2, 1.0)
     first = once()

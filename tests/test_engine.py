@@ -33,7 +33,7 @@ def engine(tiny):
         ([[1] * 30], {"capacity": 32}, "need 34 cache slots, more than the capacity 32"),
         ([[1]], {"max_new_tokens": -1}, "max_new_tokens=-1: must be at least 0"),
         ([[1]], {"end_ids": list(range(MAX_END_IDS + 1))}, f"{MAX_END_IDS + 1} end ids: at most {MAX_END_IDS}"),
-        ([[1]], {"capacity": 2, "max_new_tokens": 1}, "num_speculative_tokens=2: the window does not fit into 2 cache slots"),
+        ([[1]], {"capacity": 2, "max_new_tokens": 1}, "tokens=2: the window does not fit into 2 cache slots"),
     ],
 )  # fmt: skip
 def test_a_request_that_cannot_be_served_is_refused_with_its_reason(engine, prompts, options, message):
@@ -57,14 +57,18 @@ def test_seeds_have_no_default(engine):
 
 @pytest.mark.parametrize("tokens", [256, 1000])
 def test_a_draft_as_long_as_the_context_is_refused(tiny, tokens):
-    with pytest.raises(ValueError, match=f"num_speculative_tokens={tokens}: must be smaller than the target's context of 256"):
+    with pytest.raises(
+        ValueError, match=f"num_speculative_tokens={tokens}: must be smaller than the target's context of 256"
+    ):
         Engine(*tiny, load("ngram", {"num_speculative_tokens": str(tokens)}))
 
 
 @pytest.mark.parametrize("name", ["ngram", "early-exit", "external", "fp8"])
 @pytest.mark.parametrize("tokens", [0, -1])
 def test_a_drafter_that_drafts_nothing_is_refused_with_a_way_out(name, tokens):
-    with pytest.raises(ValueError, match=f"num_speculative_tokens={tokens}: must be at least 1; use the drafter `none`"):
+    with pytest.raises(
+        ValueError, match=f"num_speculative_tokens={tokens}: must be at least 1; use the drafter `none`"
+    ):
         load(name, {"num_speculative_tokens": str(tokens)})
 
 
@@ -88,7 +92,9 @@ def test_a_drafter_that_does_not_fit_the_target_is_refused(tiny, spec, settings,
 
 def test_a_drafter_of_another_vocabulary_is_refused_with_both_sizes(tiny):
     """The preset is only described, never loaded."""
-    with pytest.raises(ValueError, match="draft vocabulary 49152 ≠ target vocabulary 29: use a drafter that was trained"):
+    with pytest.raises(
+        ValueError, match="draft vocabulary 49152 ≠ target vocabulary 29: use a drafter that was trained"
+    ):
         Engine(*tiny, load("external", {"checkpoint": "smollm2-360m"}))
 
 
@@ -96,12 +102,16 @@ def test_a_drafter_of_another_vocabulary_is_refused_with_both_sizes(tiny):
 
 
 def test_an_unknown_drafter_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown drafter 'medusa': choose from none, .*ngram.*, or name ./file.py:Class"):
+    with pytest.raises(
+        ValueError, match=r"unknown drafter 'medusa': choose from none, .*ngram.*, or name ./file.py:Class"
+    ):
         load("medusa")
 
 
 def test_an_unknown_field_is_refused_with_the_fields():
-    with pytest.raises(ValueError, match=r"'ngram' has no field 'window': its fields are num_speculative_tokens, prompt"):
+    with pytest.raises(
+        ValueError, match=r"'ngram' has no field 'window': its fields are num_speculative_tokens, prompt"
+    ):
         load("ngram", {"window": "3"})
 
 
@@ -153,7 +163,11 @@ def test_a_drafter_file_that_is_missing_or_raises_is_named_with_its_error(tmp_pa
     with pytest.raises(ValueError, match=r"no drafter file .*gone.py"):
         load(str(tmp_path / "gone.py:Mine"))
     path = tmp_path / "broken.py"
-    for text, error in (("1 / 0", "ZeroDivisionError: division by zero"), ("def f(:", "SyntaxError"), ("import nowhere", "nowhere")):
+    for text, error in (
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("def f(:", "SyntaxError"),
+        ("import nowhere", "nowhere"),
+    ):
         path.write_text(text)
         with pytest.raises(RuntimeError, match=f"drafter file .*broken.py raised .*{error}"):
             load(str(path))
@@ -171,7 +185,9 @@ def test_a_drafter_without_a_proposal_is_an_error_at_the_first_round(tiny, tmp_p
 
 def test_an_end_id_finishes_a_row_and_is_emitted(tiny, greedy_texts, engine):
     (prompt, text), other = greedy_texts[2], greedy_texts[0]
-    first, second, _ = engine.generate([prompt, other[0], [1]], max_new_tokens=33, seed=0, end_ids=[text[4]], capacity=64)
+    first, second, _ = engine.generate(
+        [prompt, other[0], [1]], max_new_tokens=33, seed=0, end_ids=[text[4]], capacity=64
+    )
     assert first.tokens == text[: text.index(text[4]) + 1]
     assert first.finish == "end"
     assert second.finish == ("end" if text[4] in other[1] else "length")
@@ -223,7 +239,9 @@ def test_rejected_drafts_and_silence_are_not_counted_as_accepted():
     model, params = testing.TableModel(6, order=1), testing.table_params(laws)
     (silent,) = Engine(model, params, testing.Silent(3)).generate([[0]], max_new_tokens=6, seed=0, capacity=32)
     assert silent.counts.drafted.tolist() == silent.counts.accepted.tolist() == [0] * 5
-    (hostile,) = Engine(model, params, testing.Hostile(3, end_id=5)).generate([[0]], max_new_tokens=6, seed=0, capacity=32)
+    (hostile,) = Engine(model, params, testing.Hostile(3, end_id=5)).generate(
+        [[0]], max_new_tokens=6, seed=0, capacity=32
+    )
     assert hostile.tokens == silent.tokens == [1, 2, 3, 4, 5, 0]
     assert (hostile.counts.drafted <= 3).all()
 

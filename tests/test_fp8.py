@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import subjects
+from specjax.drafters.fp8 import quantize
 
 from specjax import drafter
-from specjax.drafters.fp8 import quantize
 from specjax.model.decoder import FP8, project
 from specjax.types import Target
 
@@ -41,7 +41,9 @@ def test_a_scale_rounded_down_still_clips():
     assert np.isfinite(values).all()
     assert (np.abs(values).max(1) == 448).all()
     error = np.abs(values * scale[:, None] - weight)
-    assert (error <= np.maximum(np.abs(weight) / 16, scale[:, None] * 2.0**-10) * 1.001).all()  # 3 bits, then subnormals
+    assert (
+        error <= np.maximum(np.abs(weight) / 16, scale[:, None] * 2.0**-10) * 1.001
+    ).all()  # 3 bits, then subnormals
 
 
 @pytest.mark.parametrize("channel", [[0.0] * 4, [1e-30, 0, -1e-30, 0], [1e-38, 0, 0, 0], [3e38, -3e38, 0, 1]])

@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from specjax.drafters.ngram import NGram, find_match
 
 SLOTS = 24
@@ -24,9 +23,7 @@ def lookup(texts: list[list[int]], longest: int, shortest: int, window: int, sta
         tokens[row, : len(text)] = text
     length = jnp.asarray([len(text) for text in texts], jnp.int32)
     first, count = find_match(jnp.asarray(tokens), length, longest, shortest)
-    return [
-        tokens[row, first[row] : first[row] + min(int(count[row]), window)].tolist() for row in range(len(texts))
-    ]
+    return [tokens[row, first[row] : first[row] + min(int(count[row]), window)].tolist() for row in range(len(texts))]
 
 
 @pytest.mark.parametrize(("longest", "shortest"), [(1, 1), (3, 1), (4, 2), (2, 2)])

@@ -195,7 +195,9 @@ def test_a_draw_depends_on_its_own_row_only():
     together = np.asarray(drawn(keys, laws))
     order = np.random.default_rng(6).permutation(64)
     np.testing.assert_array_equal(drawn(keys[order], laws[order]), together[order])
-    np.testing.assert_array_equal(np.concatenate([drawn(keys[i : i + 1], laws[i : i + 1]) for i in range(64)]), together)
+    np.testing.assert_array_equal(
+        np.concatenate([drawn(keys[i : i + 1], laws[i : i + 1]) for i in range(64)]), together
+    )
     certain = jnp.where(jnp.arange(64)[:, None] < 63, jnp.log(jax.nn.one_hot(jnp.arange(64) % 50, 50)), laws)
     np.testing.assert_array_equal(drawn(keys, certain)[:63], np.arange(63) % 50)
     assert drawn(keys, certain)[63] == together[63]

@@ -130,7 +130,9 @@ def test_top_k_on_one_side_or_both_keeps_the_filtered_law(filters, rate):
 def test_acceptance_is_sure_when_draft_and_target_are_equal_whatever_the_uniform():
     rng = np.random.default_rng(0)
     p = rng.dirichlet(np.ones(8), (4096, 3)).astype(np.float32)
-    tokens = np.stack([rng.choice(8, p=row / row.sum()) for row in p[:, :2].reshape(-1, 8).astype(float)]).reshape(-1, 2)
+    tokens = np.stack([rng.choice(8, p=row / row.sum()) for row in p[:, :2].reshape(-1, 8).astype(float)]).reshape(
+        -1, 2
+    )
     largest = np.nextafter(np.float32(1), np.float32(0))
     draft = chain(tokens, jnp.log(p[:, :2]))
     verdict = walk(Token(), jnp.log(jnp.asarray(p)), draft, jnp.ones((4096, 2), bool), jnp.full((4096, 2), largest))
@@ -153,14 +155,18 @@ def test_a_token_that_the_target_excludes_is_never_accepted_even_when_the_unifor
 
 def test_a_uniform_of_zero_accepts_whatever_the_target_allows():
     p, q = F3
-    verdict = walk(Token(), rows_of([p, p], 1), chain([[0]], rows_of([q], 1)), jnp.ones((1, 1), bool), jnp.zeros((1, 1)))
+    verdict = walk(
+        Token(), rows_of([p, p], 1), chain([[0]], rows_of([q], 1)), jnp.ones((1, 1), bool), jnp.zeros((1, 1))
+    )
     assert verdict.accepted[0] == 1
 
 
 @pytest.mark.parametrize("u, accepted", [(0.19, 1), (0.21, 0)])  # p/q of token 0 in F3 is .2
 def test_the_comparison_is_between_u_times_q_and_p(u, accepted):
     p, q = F3
-    verdict = walk(Token(), rows_of([p, p], 1), chain([[0]], rows_of([q], 1)), jnp.ones((1, 1), bool), jnp.full((1, 1), u))
+    verdict = walk(
+        Token(), rows_of([p, p], 1), chain([[0]], rows_of([q], 1)), jnp.ones((1, 1), bool), jnp.full((1, 1), u)
+    )
     assert verdict.accepted[0] == accepted
 
 
@@ -183,7 +189,9 @@ def one_ulp(p):
 def test_an_empty_residual_falls_back_to_the_target_and_nothing_is_nan(p, q, u):
     """A uniform of exactly 1 can't be drawn, but rounding may reject where p = q."""
     for token in range(4):
-        verdict = walk(Token(), rows_of([p, p], 1), chain([[token]], rows_of([q], 1)), jnp.ones((1, 1), bool), jnp.full((1, 1), u))
+        verdict = walk(
+            Token(), rows_of([p, p], 1), chain([[token]], rows_of([q], 1)), jnp.ones((1, 1), bool), jnp.full((1, 1), u)
+        )
         law = np.asarray(verdict.law[0])
         assert np.isfinite(law).all()
         np.testing.assert_allclose(law.sum(), 1, atol=1e-5)
@@ -204,7 +212,11 @@ def test_a_rejection_at_any_position_draws_from_the_residual_of_that_position():
             tokens[a] = int(np.argmax(q[a] - p[a]))
             u[a] = 0.999999
         verdict = walk(
-            Token(), log(p)[None], chain(tokens[None], log(q)[None]), jnp.ones((1, k), bool), jnp.asarray(u[None], jnp.float32)
+            Token(),
+            log(p)[None],
+            chain(tokens[None], log(q)[None]),
+            jnp.ones((1, k), bool),
+            jnp.asarray(u[None], jnp.float32),
         )
         assert verdict.accepted[0] == a
         assert verdict.path[0].tolist() == list(range(a)) + [-1] * (k - a)
@@ -303,7 +315,11 @@ def test_a_branch_with_more_candidates_is_not_favoured():
 def test_a_tree_of_width_one_is_the_chain():
     rng = np.random.default_rng(3)
     p, q = rng.dirichlet(np.ones(6), (256, 5)), rng.dirichlet(np.ones(6), (256, 4))
-    tokens, live, u = rng.integers(0, 6, (256, 4)), jnp.ones((256, 4), bool), jnp.asarray(rng.random((256, 4)), jnp.float32)
+    tokens, live, u = (
+        rng.integers(0, 6, (256, 4)),
+        jnp.ones((256, 4), bool),
+        jnp.asarray(rng.random((256, 4)), jnp.float32),
+    )
     one = walk(Token(), log(p), chain(tokens, log(q)), live, u)
     two = walk(Token(), log(p), chain(tokens, log(q), (-1, 0, 1, 2), 4), live, u)
     jax.tree.map(np.testing.assert_array_equal, one, two)

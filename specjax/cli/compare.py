@@ -23,6 +23,7 @@ from specjax.records import Record, RunFolder, RunFolderError
 from specjax.summary import BASELINE, Measured, make_rows
 from specjax.types import Params
 
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the subcommand."""
     options.add_model_arguments(parser)

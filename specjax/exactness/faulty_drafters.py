@@ -1,6 +1,5 @@
 """Drafters that draw from one law and report another, and a target whose cache keeps rejected tokens."""
 
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

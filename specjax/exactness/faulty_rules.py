@@ -1,6 +1,5 @@
 """Acceptance rules with one fault each: the production walk calls them."""
 
-
 from __future__ import annotations
 
 from dataclasses import dataclass

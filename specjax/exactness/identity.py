@@ -21,7 +21,7 @@ REPLAY_TOLERANCE = 1e-5
 
 def check_rule(rule: verify.Rule) -> tuple[dict[str, float], tuple[Result, ...]]:
     """The enumeration gate on a small grid: a chain of two over three ids, and siblings, with zeros in the laws."""
-    return _check_rule(rule)  # cached: a rule is hashable, though its protocol does not say so
+    return _check_rule(rule)  # type: ignore[arg-type]  # hashable, though its protocol does not say so
 
 
 @functools.lru_cache(maxsize=64)

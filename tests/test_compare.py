@@ -1,5 +1,6 @@
 """`specjax compare` on a tiny target: the table, the run folder, and every way in which a run may end early."""
 
+import argparse
 import errno
 import json
 import shutil
@@ -11,7 +12,8 @@ import pytest
 from fixtures_cli import PROMPTS, question_file, tiny_checkpoint  # noqa: F401
 
 from specjax import cli, measure, records, summary, testing
-from specjax.cli import options
+from specjax.cli import compare, options
+from specjax.cli.plan import make_plan
 from specjax.records import Record, RunFolder, RunFolderError
 from specjax.types import Counts
 
@@ -26,7 +28,7 @@ def command(checkpoint, questions):
     def run(out, *arguments):
         return cli.main(
             ["compare", "--target", str(checkpoint), "--prompts", str(questions), "--drafter", NGRAM,
-             "--max-new-tokens", str(BUDGET), "--out", str(out), *arguments]
+             "--max-new-tokens", str(BUDGET), "--limit", "3", "--out", str(out), *arguments]
         )  # fmt: skip
 
     return run
@@ -208,7 +210,7 @@ def test_a_sampled_run_claims_no_greedy_equality(command, tmp_path, capsys):
 
 def test_prompts_decoded_together_get_the_same_tokens(finished, checkpoint, questions, tmp_path):
     arguments = ["compare", "--target", str(checkpoint), "--prompts", str(questions), "--drafter", "none"]
-    arguments += ["--max-new-tokens", str(BUDGET), "--batch-size", "2", "--out", str(tmp_path / "run")]
+    arguments += ["--max-new-tokens", str(BUDGET), "--all", "--batch-size", "2", "--out", str(tmp_path / "run")]
     assert cli.main(arguments) == 0
     assert [line["batch_rows"] for line in lines(tmp_path / "run")] == [2, 2, 1]
     plain = {key: tokens for key, tokens in tokens_by_key(finished).items() if key[0] == "none"}
@@ -279,6 +281,21 @@ def test_an_approximate_rule_is_told():
     known = {"none": KNOWN["none"], "x": summary.Measured("X()", "", exact=False)}
     _, row = summary.make_rows(known, [record("none", "a", [1, 2]), record("x", "a", [1, 2])], greedy=True)
     assert "approximate: the rule does not keep the target's law" in row["notes"]
+
+
+def test_the_default_takes_one_prompt_of_each_kind_that_fits_the_smallest_size(checkpoint, questions, tmp_path):
+    def chosen(*arguments):
+        parser = argparse.ArgumentParser()
+        compare.add_arguments(parser)
+        return list(make_plan(parser.parse_args(["--target", str(checkpoint), *arguments])).chosen)
+
+    assert chosen("--prompts", str(questions)) == ["82", "101"]
+    assert chosen("--prompts", str(questions), "--category", "math") == ["101"]
+    assert chosen("--prompts", str(questions), "--all") == ["81", "82", "101"]
+    long = {"question_id": "long", "category": "math", "turns": ["x" * 150]}
+    longer = tmp_path / "longer.jsonl"
+    longer.write_text(questions.read_text() + json.dumps(long))
+    assert chosen("--prompts", str(longer), "--max-new-tokens", "40") == ["82", "101"]
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def compile_batch(engine: Engine, batch: Batch, options: Options) -> tuple[float
 
 
 def time_halves(
-    engines: dict[str, Engine], batch: Batch, options: Options, rounds: int = 8
+    engines: dict[str, Engine], batch: Batch, options: Options, rounds: int = 6
 ) -> dict[str, tuple[float, float]]:
     """Median seconds of drafting and of verifying, over the first rounds of a real batch.
 

@@ -96,7 +96,7 @@ def _choose(source: prompts.PromptSet, subject: options.Subject, args: argparse.
     """What the arguments ask for; by default one short prompt of each kind."""
     if args.all or args.limit is not None:
         return prompts.select(source, args.category, None if args.all else args.limit)
-    room = SMALLEST_CAPACITY - args.max_new_tokens
+    room = min(SMALLEST_CAPACITY, subject.model.context_length) - args.max_new_tokens
     short = [prompt for prompt in source.prompts if len(subject.encode(prompt.text, args.system)) <= room]
     if {prompt.category for prompt in short} >= set(args.category or source.categories):
         source = dataclasses.replace(source, prompts=tuple(short))

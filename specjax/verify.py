@@ -12,8 +12,9 @@ long as each `log_q` row is the law its node was really drawn from, given its el
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -129,35 +130,41 @@ def walk(
       u: one uniform in [0, 1) a node.
     """
     batch, nodes = draft.tokens.shape
+    depth = nodes if draft.depth is None else draft.depth
     parents = parents_of(draft)
     log_q = None if rule.point_mass else draft.log_q
     vocabulary = jnp.arange(log_p.shape[-1], dtype=jnp.int32)[None]
-    law = jnp.exp(log_p[:, 0])
-    node = jnp.full((batch,), -1, jnp.int32)
-    accepted = tested = jnp.zeros((batch,), jnp.int32)
-    overlap = jnp.zeros((batch,), log_p.dtype)
-    path = jnp.full((batch, nodes if draft.depth is None else draft.depth), -1, jnp.int32)
 
-    for i in range(nodes):
-        token = draft.tokens[:, i]
-        one_hot = vocabulary == token[:, None]
-        q = one_hot.astype(law.dtype) if log_q is None else jnp.exp(log_q[:, i])
+    def at(values: Array, i: Int[Array, ""]) -> Array:
+        return jax.lax.dynamic_index_in_dim(values, i, 1, keepdims=False)
+
+    def test_node(i: Int[Array, ""], carry: Any) -> Any:
+        node, law, path, accepted, tested, overlap = carry
+        one_hot = vocabulary == at(draft.tokens, i)[:, None]
+        q = one_hot.astype(law.dtype) if log_q is None else jnp.exp(at(log_q, i))
         p_token = jnp.sum(jnp.where(one_hot, law, 0), -1)
         q_token = jnp.sum(jnp.where(one_hot, q, 0), -1)
-        test = live[:, i] & (parents[:, i] == node) & (accepted < path.shape[1])
-        accept = test & rule.accepts(u[:, i], p_token, q_token, law)
+        test = at(live, i) & (at(parents, i) == node) & (accepted < depth)
+        accept = test & rule.accepts(at(u, i), p_token, q_token, law)
         reject = test & ~accept
 
         tested += test.astype(jnp.int32)
         overlap += jnp.where(test, jnp.sum(jnp.minimum(law, q), -1), 0)
         node = jnp.where(accept, i, node)
-        path = path.at[jnp.arange(batch), jnp.where(accept, accepted, path.shape[1])].set(i, mode="drop")
+        path = path.at[jnp.arange(batch), jnp.where(accept, accepted, depth)].set(i, mode="drop")
         accepted += accept.astype(jnp.int32)
         rest = rule.residual(law, q)
         mass = rest.sum(-1, keepdims=True)
         rest = jnp.where(mass > 0, rest / jnp.where(mass > 0, mass, 1), law)  # p = q up to rounding
-        law = jnp.where(accept[:, None], jnp.exp(log_p[:, i + 1]), jnp.where(reject[:, None], rest, law))
+        law = jnp.where(accept[:, None], jnp.exp(at(log_p, i + 1)), jnp.where(reject[:, None], rest, law))
+        return node, law, path, accepted, tested, overlap
 
+    none = jnp.zeros((batch,), jnp.int32)
+    path = jnp.full((batch, depth), -1, jnp.int32)
+    carry = (none - 1, jnp.exp(log_p[:, 0]), path, none, none, jnp.zeros((batch,), log_p.dtype))
+    if nodes > 0:  # not a Python loop: unrolled, each node is fused with all before it and compiled ever more slowly
+        carry = jax.lax.fori_loop(0, nodes, test_node, carry)
+    _, law, path, accepted, tested, overlap = carry
     return Verdict(path, accepted, law, tested, overlap)
 
 

@@ -143,6 +143,13 @@ def start(
     return State(tokens, length, limit, done, bad, keys, ones, end_ids, sampler, cache, hidden, state, counts)
 
 
+@functools.partial(jax.jit, static_argnames=("program",))
+def begin(program: Program, params: Params, drafter_params: Params, state: State) -> PyTree[Array]:
+    """The drafter's own state for a batch whose prefill was done for a `StandIn`."""
+    target = Target(program.model, params, state.cache, state.tokens, state.length, state.hidden, state.sampling)
+    return program.drafter.init(drafter_params, target)
+
+
 def propose(program: Program, params: Params, drafter_params: Params, state: State) -> Draft:
     """The first half of a round: what the drafter proposes, for finished rows too (it is ignored)."""
     keys = sampling.fold(sampling.fold(state.keys, state.round), sampling.DRAFT)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode
-from specjax.drafter import Drafter
+from specjax.drafter import StandIn
 from specjax.engine import Engine, Generation, NotFiniteError
 from specjax.types import Cache, Draft, Model, Params, Sampling
 
@@ -132,23 +132,9 @@ def _draft(
     return dataclasses.replace(state, cache=(), drafter=()), draft
 
 
-@dataclass(frozen=True)
-class _Verified(Drafter):
-    """Stands for a drafter whose draft is made: strategies that verify alike share a compilation."""
-
-    num_speculative_tokens: int = 0
-    min_speculative_tokens = 0
-    layers: tuple[int, ...] = ()
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Those of the drafter that it stands for."""
-        return self.layers
-
-
 def _verify(program: decode.Program, params: Params, state: decode.State, draft: Draft) -> decode.State:
-    drafter = _Verified(draft.tokens.shape[1], program.drafter.hidden_layers)
-    program = dataclasses.replace(program, drafter=drafter)
+    reads = StandIn(draft.tokens.shape[1], program.drafter.hidden_layers)
+    program = dataclasses.replace(program, drafter=reads)  # strategies that verify alike share a compilation
     bare = dataclasses.replace(draft, cache=(), state=())
     return dataclasses.replace(_settle(program, params, state, bare, draft.cache), drafter=draft.state)
 

@@ -12,7 +12,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
@@ -44,7 +43,7 @@ class Fp8(Drafter):
 
     def params(self, key: Key[Array, ""], model: Model, target_params: Params) -> Params:
         """Quantised linear layers; everything else is the target's and counts zero here."""
-        return {"layers": jax.tree.map(_quantize, target_params["layers"], is_leaf=_is_linear)}
+        return {"layers": _quantize_all(target_params["layers"])}
 
     def init(self, params: Params, target: Target) -> PyTree[Array]:
         """Nothing when the cache is shared, else a cache filled with the prompt."""
@@ -56,12 +55,8 @@ class Fp8(Drafter):
         return decode.prefill(model, self.whole(params, target), target.tokens, target.length - 1, cache)[2]
 
     def whole(self, params: Params, target: Target) -> Params:
-        """Own layers between the target's embedding, norm and head."""
-        layers = {
-            index: {name: params["layers"][index].get(name, part) for name, part in layer.items()}
-            for index, layer in target.params["layers"].items()
-        }
-        return target.params | {"layers": layers}
+        """Own linear weights and their scales, laid over the target's parameters."""
+        return _lay_over(target.params, params)
 
     def propose(self, keys: Keys, params: Params, state: Any, target: Target) -> Draft:
         """Draft a chain with the quantised layers."""
@@ -74,15 +69,17 @@ class Fp8(Drafter):
         return Draft(tokens, log_q, count, cache if shared else target.cache, () if shared else cache)
 
 
-def _is_linear(node: Any) -> bool:
-    return isinstance(node, dict) and "weight" in node and getattr(node["weight"], "ndim", 0) == 2
+def _quantize_all(tree: Params) -> Params:
+    """Weights and scales of the linear layers below `tree`; norms and biases stay the target's."""
+    if getattr(tree.get("weight"), "ndim", 0) == 2:
+        weight, scale = quantize(tree["weight"])
+        return {"weight": weight, "scale": scale}
+    parts = {name: _quantize_all(part) for name, part in tree.items() if isinstance(part, dict)}
+    return {name: part for name, part in parts.items() if part}
 
 
-def _quantize(linear: Any) -> Any:
-    if not _is_linear(linear):
-        return linear
-    quantized, scale = quantize(linear["weight"])
-    return {**linear, "weight": quantized, "scale": scale}
+def _lay_over(base: Params, own: Params) -> Params:
+    return base | {name: _lay_over(base[name], part) if isinstance(part, dict) else part for name, part in own.items()}
 
 
 def quantize(weight: Float[Array, "O I"]) -> tuple[Float[Array, "O I"], Float[Array, "O"]]:

@@ -10,7 +10,7 @@ import pytest
 import subjects
 from specjax.drafters.fp8 import quantize
 
-from specjax import drafter
+from specjax import drafter, testing
 from specjax.model.decoder import FP8, project
 from specjax.types import Target
 
@@ -117,10 +117,25 @@ def test_every_quantised_weight_is_used_with_its_scale(quantised, block, linear)
 def test_only_linear_layers_are_quantised_and_nothing_else_is_held(quantised, tiny):
     own, _ = quantised
     assert set(own) == {"layers"}  # embedding, final norm and head are the target's
-    kinds = {leaf.dtype for leaf in jax.tree.leaves(own)}
-    assert kinds == {jnp.dtype(FP8), jnp.dtype(jnp.float32)}
+    for layer in own["layers"].values():
+        assert {(block, name) for block, parts in layer.items() for name in parts} == set(LINEARS)  # no norms
+        assert all(set(part) == {"weight", "scale"} for parts in layer.values() for part in parts.values())
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(own) if leaf.dtype == FP8)
     assert held == sum(leaf.size for leaf in jax.tree.leaves(tiny[1]["layers"]) if leaf.ndim == 2)
+
+
+def test_biases_and_norms_of_heads_stay_the_targets():
+    model, params = testing.tiny_model(num_layers=2, attention_bias=True, qk_norm=True)
+    own = fp8.params(jax.random.key(0), model, params)
+    assert set(own["layers"][0]["self_attn"]["q_proj"]) == {"weight", "scale"}
+    state = subjects.start_rows(model, params, drafter.Nothing(), (), [[1]], 1)
+    whole = fp8.whole(own, Target(model, params, state.cache, state.tokens, state.length, (), state.sampling))
+    attention, full = whole["layers"][1]["self_attn"], params["layers"][1]["self_attn"]
+    assert attention["q_proj"]["bias"] is full["q_proj"]["bias"]
+    assert attention["k_norm"]["weight"] is full["k_norm"]["weight"]
+    assert attention["q_proj"]["weight"].dtype == FP8
+    exact, close = (forward(m, w, jnp.asarray([[1, 2, 3]])) for m, w in ((model, params), (fp8.model(model), whole)))
+    assert jnp.linalg.norm(close - exact) < 0.2 * jnp.linalg.norm(exact)
 
 
 def test_quantising_leaves_the_targets_own_forward_as_it_was(tiny, quantised):

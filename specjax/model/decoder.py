@@ -1,7 +1,8 @@
 """The decoder of the Llama family, defined with flax.nnx and applied as a pure function.
 
-nnx only describes the modules: `Llama` splits them once into a graph and a plain dict of weights, whose
-paths are the tensor names of a Hugging Face checkpoint, and merges them inside `jit`.
+nnx only describes the modules: they are split once into a graph and a plain dict of weights, whose paths
+are the tensor names of a Hugging Face checkpoint, and merged inside `jit`. Each layer is a call of one
+function under `jit`: it is traced once, not once a layer, and XLA inlines it.
 
 Weights of linear layers are `[out, in]` and stand on the left of the product. On CPU, XLA's product of a
 few rows with a weight of `[in, out]` packs the whole weight first: 4 to 8 rows then cost twice as much.
@@ -55,10 +56,14 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
-        weight = self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
-        return wide.astype(x.dtype) * weight.astype(x.dtype)
+        return normalize(x, self.weight[...], self.eps)
+
+
+def normalize(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:
+    """Divide by the root of the mean square, computed in float32 (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
+    return wide.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + (-1,)).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -133,8 +138,27 @@ class Decoder(nnx.Module):
 
 
 @functools.cache
-def _split(config: ModelConfig) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
-    return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
+def _split(kind: type[nnx.Module], config: ModelConfig) -> tuple[nnx.GraphDef[Any], nnx.State]:
+    return nnx.split(nnx.eval_shape(lambda: kind(config, nnx.Rngs(0))))
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _run_layer(
+    config: ModelConfig,
+    params: Params,
+    x: Float[Array, "B S D"],
+    cache: tuple[Float[Array, "B G T W"], Float[Array, "B G T W"]],
+    start: Int[Array, "B"],
+    rotary: tuple[Float[Array, "B S 1 half"], Float[Array, "B S 1 half"]],
+    visible: Bool[Array, "B S T"],
+) -> tuple[Float[Array, "B S D"], tuple[Float[Array, "B G T W"], Float[Array, "B G T W"]]]:
+    graph, state = _split(Layer, config)
+    state = jax.tree.map(lambda leaf: leaf, state)
+    nnx.replace_by_pure_dict(state, params)
+    layer: Layer = nnx.merge(graph, state)
+    mixed, cache = layer.self_attn(layer.input_layernorm(x), cache, start, rotary, visible)
+    x = x + mixed
+    return x + layer.mlp(layer.post_attention_layernorm(x)), cache
 
 
 @dataclass(frozen=True)
@@ -162,7 +186,7 @@ class Llama:
 
     def shapes(self) -> PyTree[jax.ShapeDtypeStruct]:
         """The weights as `jax.ShapeDtypeStruct`s, under the names of a Hugging Face checkpoint."""
-        return nnx.to_pure_dict(_split(self.config)[1])
+        return nnx.to_pure_dict(_split(Decoder, self.config)[1])
 
     def init(self, key: Array, dtype: Any = jnp.float32) -> Params:
         """Random weights (quantised ones stay e4m3)."""
@@ -193,8 +217,7 @@ class Llama:
           num_layers: how many layers run (all by default); static.
           taps: layers whose output is returned too, counted from 1; static.
         """
-        decoder = self._merge(params)
-        weight = decoder.embed_tokens.weight[...]
+        weight = params["embed_tokens"]["weight"]
         x = weight.at[jnp.clip(tokens, 0, weight.shape[0] - 1)].get(mode="clip")
         steps = jnp.arange(tokens.shape[1], dtype=start.dtype)
         depth = jnp.broadcast_to(steps if depth is None else depth, tokens.shape)
@@ -204,25 +227,18 @@ class Llama:
         visible = _visible(slots, start, positions, mask, self.config.sliding_window)
 
         new, kept = list(cache), []
-        for index, layer in enumerate(decoder.layers[:num_layers]):
-            mixed, new[index] = layer.self_attn(layer.input_layernorm(x), cache[index], start, rotary, visible)
-            x = x + mixed
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        for index in range(self.num_layers if num_layers is None else num_layers):
+            layer = params["layers"][index]
+            x, new[index] = _run_layer(self.config, layer, x, cache[index], start, rotary, visible)
             if index + 1 in taps:
                 kept.append(x)
         return Forward(x, tuple(kept), tuple(new))
 
     def logits(self, params: Params, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Final norm and head, in float32; only real ids have columns."""
-        decoder = self._merge(params)
-        head = decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head
-        return project(decoder.norm(hidden), head.weight[...])[..., : self.vocab_size].astype(jnp.float32)
-
-    def _merge(self, params: Params) -> Decoder:
-        graph, state = _split(self.config)
-        state = jax.tree.map(lambda leaf: leaf, state)
-        nnx.replace_by_pure_dict(state, params)
-        return nnx.merge(graph, state)
+        hidden = normalize(hidden, params["norm"]["weight"], self.config.norm_eps)
+        head = params["embed_tokens" if self.config.tied_embeddings else "lm_head"]["weight"]
+        return project(hidden, head)[..., : self.vocab_size].astype(jnp.float32)
 
 
 def _visible(

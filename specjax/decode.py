@@ -108,7 +108,45 @@ def prefill(
     return last, kept, cache
 
 
-@functools.partial(jax.jit, static_argnames=("program", "cache_dtype"))
+@functools.partial(jax.jit, static_argnames=("model", "cache_dtype", "taps"))
+def read(
+    model: Model,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    length: Int[Array, "B"],
+    limit: Int[Array, "B"],
+    keys: Keys,
+    end_ids: Int[Array, "E"],
+    sampler: Sampling,
+    cache_dtype: Any,
+    taps: tuple[int, ...] = (),
+) -> State:
+    """Prefill the prompts and emit each row's first token, which belongs to no round. No drafter takes part."""
+    batch, slots = tokens.shape
+    cache = model.init_cache(batch, slots, cache_dtype)
+    last, hidden, cache = prefill(model, params, tokens, length, cache, taps)
+    logits = model.logits(params, last)
+    law = sampling.log_probs(logits, sampler)[:, 0]
+    first = sampling.draw(sampling.fold(sampling.fold(keys, 0), sampling.EXTRA), law)
+
+    bad = _not_finite(logits)[:, 0] & (limit > length)
+    emits = (limit > length) & ~bad
+    tokens = _append(tokens, first[:, None], length, emits.astype(jnp.int32))
+    length = length + emits.astype(jnp.int32)
+    done = ~emits | (length >= limit) | jnp.any(first[:, None] == end_ids[None], -1)
+    blank = jnp.zeros((batch, slots), jnp.int32)
+    counts = Counts(blank, blank, blank, blank, blank.astype(jnp.float32), blank.astype(bool))
+    ones = jnp.ones((batch,), jnp.int32)
+    return State(tokens, length, limit, done, bad, keys, ones, end_ids, sampler, cache, hidden, (), counts)
+
+
+@functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("state",))
+def begin(program: Program, params: Params, drafter_params: Params, state: State) -> State:
+    """Let the drafter make its own state for a batch that was read."""
+    target = Target(program.model, params, state.cache, state.tokens, state.length, state.hidden, state.sampling)
+    return replace(state, drafter=program.drafter.init(drafter_params, target))
+
+
 def start(
     program: Program,
     params: Params,
@@ -121,33 +159,16 @@ def start(
     sampler: Sampling,
     cache_dtype: Any,
 ) -> State:
-    """Prefill the prompts and emit each row's first token, which belongs to no round."""
-    batch, slots = tokens.shape
-    model, drafter = program.model, program.drafter
-    cache = model.init_cache(batch, slots, cache_dtype)
-    last, hidden, cache = prefill(model, params, tokens, length, cache, drafter.hidden_layers)
-    logits = model.logits(params, last)
-    law = sampling.log_probs(logits, sampler)[:, 0]
-    first = sampling.draw(sampling.fold(sampling.fold(keys, 0), sampling.EXTRA), law)
+    """`read`, which all drafters that tap the same layers share once compiled, and `begin`.
 
-    bad = _not_finite(logits)[:, 0] & (limit > length)
-    emits = (limit > length) & ~bad
-    tokens = _append(tokens, first[:, None], length, emits.astype(jnp.int32))
-    length = length + emits.astype(jnp.int32)
-    done = ~emits | (length >= limit) | jnp.any(first[:, None] == end_ids[None], -1)
-    blank = jnp.zeros((batch, slots), jnp.int32)
-    counts = Counts(blank, blank, blank, blank, blank.astype(jnp.float32), blank.astype(bool))
-    target = Target(model, params, cache, tokens, length, hidden, sampler)
-    state = drafter.init(drafter_params, target)
-    ones = jnp.ones((batch,), jnp.int32)
-    return State(tokens, length, limit, done, bad, keys, ones, end_ids, sampler, cache, hidden, state, counts)
-
-
-@functools.partial(jax.jit, static_argnames=("program",))
-def begin(program: Program, params: Params, drafter_params: Params, state: State) -> PyTree[Array]:
-    """The drafter's own state for a batch whose prefill was done for a `StandIn`."""
-    target = Target(program.model, params, state.cache, state.tokens, state.length, state.hidden, state.sampling)
-    return program.drafter.init(drafter_params, target)
+    Args:
+      limit: the length at which a row stops: that of its prompt, and its budget of new tokens.
+      keys: one a row, from which all of its randomness comes.
+      end_ids: padded with -1.
+    """
+    taps = program.drafter.hidden_layers
+    state = read(program.model, params, tokens, length, limit, keys, end_ids, sampler, cache_dtype, taps)
+    return begin(program, params, drafter_params, state)
 
 
 def propose(program: Program, params: Params, drafter_params: Params, state: State) -> Draft:

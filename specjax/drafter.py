@@ -90,25 +90,6 @@ class Nothing(Drafter):
         return Draft(jnp.zeros((rows, 0), jnp.int32), None, jnp.zeros((rows,), jnp.int32), target.cache, state)
 
 
-@dataclass(frozen=True)
-class StandIn(Drafter):
-    """Stands for a drafter where only its window and the layers that it reads matter.
-
-    Prefill and verification depend on nothing else, so that drafters which differ in the rest share their
-    compilation.
-    """
-
-    num_speculative_tokens: int = 0
-    layers: tuple[int, ...] = ()
-
-    min_speculative_tokens: ClassVar[int] = 0
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Those of the drafter that it stands for."""
-        return self.layers
-
-
 def draft_chain(
     keys: Keys,
     target: Target,

@@ -8,7 +8,7 @@ for generation in engine.generate([ids], max_new_tokens=64, seed=0):
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode, sampling, verify
-from specjax.drafter import Drafter, StandIn
+from specjax.drafter import Drafter
 from specjax.text import Tokenizer
 from specjax.types import Counts, Model, Params, Sampling
 
@@ -116,11 +116,10 @@ class Engine:
         length = np.asarray([len(prompt) for prompt in prompts], np.int32)
         ends = np.full((MAX_END_IDS,), -1, np.int32)
         ends[: len(end_ids)] = list(end_ids)
-        program, reads = self.program, StandIn(layers=self.program.drafter.hidden_layers)
-        state = decode.start(
-            replace(program, drafter=reads),  # drafters share the prompt's compilation, the longest of all
+        return decode.start(
+            self.program,
             self.params,
-            (),
+            self.drafter_params,
             jnp.asarray(tokens),
             jnp.asarray(length),
             jnp.asarray(length + np.int32(max_new_tokens)),
@@ -129,7 +128,6 @@ class Engine:
             sampler or sampling.make_sampling(len(prompts)),
             cache_dtype=self.cache_dtype,
         )
-        return replace(state, drafter=decode.begin(program, self.params, self.drafter_params, state))
 
     def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Generation]:
         """Decode a batch to its end. Options are those of `start`.

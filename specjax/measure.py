@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode
-from specjax.drafter import StandIn
 from specjax.engine import Engine, Generation, NotFiniteError
 from specjax.types import Cache, Draft, Model, Params, Sampling
 
@@ -132,16 +131,9 @@ def _draft(
     return dataclasses.replace(state, cache=(), drafter=()), draft
 
 
+@functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("state", "draft"))
 def _verify(program: decode.Program, params: Params, state: decode.State, draft: Draft) -> decode.State:
-    reads = StandIn(draft.tokens.shape[1], program.drafter.hidden_layers)
-    program = dataclasses.replace(program, drafter=reads)  # strategies that verify alike share a compilation
-    bare = dataclasses.replace(draft, cache=(), state=())
-    return dataclasses.replace(_settle(program, params, state, bare, draft.cache), drafter=draft.state)
-
-
-@functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("state", "cache"))
-def _settle(program: decode.Program, params: Params, state: decode.State, draft: Draft, cache: Cache) -> decode.State:
-    return decode.settle(program, params, state, dataclasses.replace(draft, cache=cache))
+    return decode.settle(program, params, state, draft)
 
 
 def margin(model: Model, params: Params, tokens: Sequence[int], cache_dtype: Any) -> float:

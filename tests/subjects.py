@@ -148,17 +148,22 @@ NAMES = ("ngram", "early-exit", "external", "fp8-shared", "fp8-own")
 # The same Python functions as in `decode`, compiled without LLVM's optimisations: twice as fast to compile, and these
 # tests need many programs. tests/test_contract.py runs the programs as shipped.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-_start = jax.jit(decode.start.__wrapped__, static_argnames=("program", "cache_dtype"), compiler_options=QUICK)
-_run, _step = (
+_read = jax.jit(decode.read.__wrapped__, static_argnames=("model", "cache_dtype", "taps"), compiler_options=QUICK)
+_begin, _run, _step = (
     jax.jit(function.__wrapped__, static_argnames=("program",), donate_argnames=("state",), compiler_options=QUICK)
-    for function in (decode.run, decode.step)
+    for function in (decode.begin, decode.run, decode.step)
 )
 
 
 def compile_quickly(monkeypatch):
     """Let `Engine` use the quickly compiled functions."""
-    for name, function in (("start", _start), ("run", _run), ("step", _step)):
+    for name, function in (("read", _read), ("begin", _begin), ("run", _run), ("step", _step)):
         monkeypatch.setattr(decode, name, function)
+
+
+def compilations():
+    """How many programs each of the quickly compiled functions has."""
+    return [function._cache_size() for function in (_read, _begin, _run, _step)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +192,7 @@ def start_rows(
     model, params, drafter, drafter_params, prompts, new, *, temperature=0.0, seed=0, rows=None, end_ids=(),
     capacity=CAPACITY, sampler=None,
 ):  # fmt: skip
-    """The state after prefill. A stateless drafter takes any other's, so that one compilation serves them all."""
+    """The state after prefill."""
     batch = len(prompts)
     tokens = np.zeros((batch, capacity), np.int32)
     for row, prompt in enumerate(prompts):
@@ -195,25 +200,19 @@ def start_rows(
     length = np.asarray([len(prompt) for prompt in prompts], np.int32)
     ends = np.full((8,), -1, np.int32)
     ends[: len(end_ids)] = list(end_ids)
-    inner = drafter.inner if isinstance(drafter, Tampered) else drafter
-    stateless = type(inner).init is Drafter.init or getattr(inner, "kv", "") == "shared"
-    if stateless:
-        program, weights = decode.Program(model, _NONE), ()
-    else:
-        program, weights = decode.Program(model, one_token(drafter)), drafter_params
-    return _start(
-        program, params, weights, jnp.asarray(tokens), jnp.asarray(length),
+    state = _read(
+        model, params, jnp.asarray(tokens), jnp.asarray(length),
         jnp.asarray(length + np.broadcast_to(np.asarray(new, np.int32), (batch,))),
         sampling.row_keys(seed, range(batch) if rows is None else rows), jnp.asarray(ends),
-        sampler or sampling.make_sampling(batch, temperature), cache_dtype=jnp.dtype(jnp.float32),
+        sampler or sampling.make_sampling(batch, temperature), jnp.dtype(jnp.float32), drafter.hidden_layers,
     )  # fmt: skip
-
-
-_NONE = drafter.Nothing()
+    return _begin(decode.Program(model, one_token(drafter)), params, drafter_params, state)
 
 
 def one_token(drafter):
     """The same drafter with K = 1: what it holds after the prompt does not depend on K."""
+    if drafter.num_speculative_tokens == 0:
+        return drafter
     changes: dict[str, Any] = {"num_speculative_tokens": 1}
     if isinstance(drafter, Tampered):
         changes["inner"] = one_token(drafter.inner)

@@ -64,7 +64,7 @@ def test_an_equal_drafter_another_prompt_temperature_limit_or_seed_compiles_noth
     model, params = tiny
     weights = ALL[name].params(jax.random.key(0), model, params)
     run_rows(model, params, ALL[name], weights, PROMPTS, 9)
-    sizes = subjects._start._cache_size(), subjects._run._cache_size()
+    sizes = subjects.compilations()
     again = dataclasses.replace(ALL[name])
     sampler = sampling.make_sampling(3, 0.7, top_k=5, top_p=0.9, min_p=0.1)
     run_rows(
@@ -79,7 +79,7 @@ def test_an_equal_drafter_another_prompt_temperature_limit_or_seed_compiles_noth
         end_ids=[2],
         sampler=sampler,
     )
-    assert (subjects._start._cache_size(), subjects._run._cache_size()) == sizes
+    assert subjects.compilations() == sizes
 
 
 @every_drafter

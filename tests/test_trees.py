@@ -61,26 +61,8 @@ def finished(tiny, greedy_texts):
     """Twenty tokens through TREE, with taps of layers 1 and 3."""
     texts = [greedy_texts[i] for i in (1, 4, 8)]
     drafter = TreeOracle(4, taps=(1, 3))
-    rows = run_rows_with_own_start(tiny, drafter, script(texts, TREE, BRANCHES), texts, 20)
+    rows = subjects.run_rows(*tiny, drafter, script(texts, TREE, BRANCHES), [prompt for prompt, _ in texts], 20)
     return texts, rows
-
-
-def run_rows_with_own_start(tiny, drafter, params, texts, new):
-    """`run_rows` starts with a drafter that taps nothing; this one has hidden states in its state."""
-    model, weights = tiny
-    from specjax import sampling
-
-    tokens = np.zeros((len(texts), CAPACITY), np.int32)
-    for row, (prompt, _) in enumerate(texts):
-        tokens[row, : len(prompt)] = prompt
-    length = jnp.asarray([len(prompt) for prompt, _ in texts], jnp.int32)
-    program = decode.Program(model, drafter)
-    state = subjects._start(
-        program, weights, params, jnp.asarray(tokens), length, length + new,
-        sampling.row_keys(0, range(len(texts))), jnp.full(8, -1, jnp.int32),
-        sampling.make_sampling(len(texts)), cache_dtype=jnp.dtype(jnp.float32),
-    )  # fmt: skip
-    return subjects.collect(subjects._run(program, weights, params, state), [prompt for prompt, _ in texts])
 
 
 def test_the_accepted_branch_is_emitted_whichever_it_is(finished):

@@ -80,7 +80,7 @@ def _products(
     function: Callable[..., Any], arguments: tuple[Any, ...], weights: set[Any], vocab: int
 ) -> tuple[Products, Any]:
     jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    scores, features, converted, repeated = [], [], [], {}
+    scores, features, converted, repeated = [], [], [], []
     for equation, looped in _equations(jaxpr.jaxpr, False):
         operands = [variable.aval for variable in equation.invars]
         if equation.primitive.name == "dot_general":
@@ -91,8 +91,8 @@ def _products(
         elif equation.primitive.name == "convert_element_type" and (operands[0].shape, operands[0].dtype) in weights:
             converted.append(equation.outvars[0].aval)
             if looped:
-                repeated[id(equation)] = equation.outvars[0].aval
-    total = sum(int(np.prod(leaf.shape)) for leaf in repeated.values())
+                repeated.append(equation.outvars[0].aval)
+    total = sum(int(np.prod(leaf.shape)) for leaf in repeated)
     whole = jax.ShapeDtypeStruct((total,), converted[0].dtype) if repeated else None
     return Products(_biggest(scores), _biggest(features), _biggest(converted), whole), result
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from specjax import decode
 from specjax.engine import Engine, Generation, NotFiniteError
-from specjax.types import Cache, Draft, Model, Params, Sampling
+from specjax.types import Draft, Model, Params, Sampling
 
 T = TypeVar("T")
 

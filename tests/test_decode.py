@@ -31,7 +31,7 @@ def grid(texts, k):
     cells = sorted(itertools.product(limits(k), texts), key=lambda cell: cell[0] == LONGEST)
     short, long = cells[: -len(texts)], cells[-len(texts) :]
     while long:
-        yield [long.pop(0), short.pop(0), *(long[:1] and [long.pop(0)] or [short.pop(0)])]
+        yield [long.pop(0), short.pop(0), *((long[:1] and [long.pop(0)]) or [short.pop(0)])]
     third = -(-len(short) // BATCH)
     for index in range(third):
         yield [short[(index + row * third) % len(short)] for row in range(BATCH)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,7 +139,9 @@ class Decoder(nnx.Module):
 
 
 @functools.cache
-def _split(kind: type[nnx.Module], config: ModelConfig) -> tuple[nnx.GraphDef[Any], nnx.State]:
+def _split(
+    kind: Callable[[ModelConfig, nnx.Rngs], nnx.Module], config: ModelConfig
+) -> tuple[nnx.GraphDef[Any], nnx.State]:
     return nnx.split(nnx.eval_shape(lambda: kind(config, nnx.Rngs(0))))
 
 

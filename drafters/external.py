@@ -3,7 +3,8 @@
 Leviathan et al. 2023 (arXiv 2211.17192); Chen et al. 2023 (arXiv 2302.01318). Each round feeds the last
 two committed tokens again: the writes are the same ones, and the draft that was accepted last but never
 fed is made up for. Without a `checkpoint` the drafter is a depth-pruned copy of the target, a stand-in
-until one is trained.
+until one is trained. It keeps five sixths of the layers: on text that SmolLM2-135M sampled itself, sum
+min(p, q) is 0.03 with 15 of its 30 layers, 0.08 with 20, 0.32 with 23, 0.52 with 25 and 0.51 with 27.
 """
 
 from __future__ import annotations

@@ -126,14 +126,16 @@ def time_halves(
 def _draft(
     program: decode.Program, params: Params, drafter_params: Params, state: decode.State
 ) -> tuple[decode.State, Draft]:
-    """`decode.propose`, donated: the caches leave in the draft, and the rest of the state beside it."""
+    """`decode.propose`, donated: caches stay in the state, so that the draft beside it holds none of them."""
     draft = decode.propose(program, params, drafter_params, state)
-    return dataclasses.replace(state, cache=(), drafter=()), draft
+    state = dataclasses.replace(state, cache=draft.cache, drafter=draft.state)
+    return state, dataclasses.replace(draft, cache=(), state=())
 
 
-@functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("state", "draft"))
+@functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("state",))
 def _verify(program: decode.Program, params: Params, state: decode.State, draft: Draft) -> decode.State:
-    return decode.settle(program, params, state, draft)
+    """`decode.settle`, donated."""
+    return decode.settle(program, params, state, dataclasses.replace(draft, cache=state.cache, state=state.drafter))
 
 
 def margin(model: Model, params: Params, tokens: Sequence[int], cache_dtype: Any) -> float:

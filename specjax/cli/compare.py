@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"that fit into {SMALLEST_CAPACITY} slots with their answers, so that one compilation serves all)",
     )  # fmt: skip
     amount.add_argument("--all", action="store_true", help="decode every prompt")
-    parser.add_argument("--max-new-tokens", type=options.not_negative, default=24, help="default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=options.not_negative, default=48, help="default: %(default)s")
     parser.add_argument("--batch-size", type=options.positive, default=1, help="prompts decoded together (default: 1)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="run folder (default: runs/<date>-compare)")
 

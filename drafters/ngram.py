@@ -18,7 +18,7 @@ from specjax.types import Draft, Keys, Params, Target
 
 @dataclass(frozen=True)
 class NGram(Drafter):
-    """n-gram prompt lookup: copies what followed the last match, no weights, no cache."""
+    """n-gram prompt lookup: copies what followed the last match, no weights, no cache"""
 
     num_speculative_tokens: int = 7
     prompt_lookup_max: int = 3

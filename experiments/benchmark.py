@@ -1,6 +1,6 @@
 """Is specjax fast where it claims to be? Ratios within one run, on SmolLM2-135M in float32.
 
-    python experiments/benchmark.py [--target smollm2-135m] [--out benchmark.json]
+    python -m specjax.experiments.benchmark [--target smollm2-135m] [--out benchmark.json]
 
 Three questions, each answered by a ratio of medians whose parts are measured in turn, so that a change
 of the machine's speed meets both:

@@ -35,6 +35,13 @@ def greedy_texts(tiny):
     return subjects.greedy_texts(*tiny)
 
 
+@pytest.fixture(scope="module")
+def weights(tiny):
+    """Each drafter's own weights."""
+    model, params = tiny
+    return {name: d.params(jax.random.key(0), model, params) for name, d in subjects.drafters(1).items()}
+
+
 MAPS = Path("/proc/self/maps")
 MOST_MAPS = 20_000
 """Each compiled program holds some memory maps, and Linux gives a process 65,530: beyond, XLA's compiler crashes."""

@@ -268,3 +268,27 @@ def transparent(model, params):
             layer["mlp"]["down_proj"]["weight"] *= 0
         layers[index] = layer
     return params | {"layers": layers}
+
+
+def limits(k):
+    return sorted({0, 1, 2, k - 1, k, k + 1, LONGEST})
+
+
+def check_greedy(batch, rows):
+    for (limit, (prompt, text)), tokens, counts in zip(batch, rows.tokens, rows.counts, strict=True):
+        assert tokens == text[:limit], (prompt, limit)
+        assert counts["emitted"].sum() == max(0, limit - 1)  # the first token belongs to no round
+
+
+def clean_prefill(model, params, tokens, length):
+    cache = model.init_cache(*tokens.shape, jnp.float32)
+    return jax.jit(lambda p, t, n, c: decode.prefill(model, p, t, n, c)[2])(params, jnp.asarray(tokens), length, cache)
+
+
+def assert_same_slots(got, want, real):
+    """Equal on the first `real[b]` slots."""
+    mask = np.arange(want[0][0].shape[2])[None] < np.asarray(real)[:, None]
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(
+            np.where(mask[:, None, :, None], a, 0), np.where(mask[:, None, :, None], b, 0), rtol=1e-4, atol=3e-4
+        )

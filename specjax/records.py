@@ -94,7 +94,7 @@ class RunFolder:
                 raise RunFolderError(f"less than {SPARE_BYTES >> 20} MiB are free in {path}: free some, or use --out")
             if found is None:
                 write_json(path / "manifest.json", manifest)
-            records = _read_records(path / "prompts.jsonl")
+            records = read_records(path / "prompts.jsonl", repair=True)
         except OSError as error:
             raise RunFolderError(
                 f"run folder {path} can't be written ({error.strerror or error}): choose another with --out"
@@ -189,13 +189,13 @@ def _check_same(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any])
         )
 
 
-def _read_records(path: Path) -> tuple[Record, ...]:
-    """The records of a file, after cutting half a line off its end."""
+def read_records(path: Path, *, repair: bool = False) -> tuple[Record, ...]:
+    """The records of a file without half a line at its end; `repair` cuts that off the file."""
     if not path.exists():
         return ()
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
+    if repair and len(whole) < len(content):
         with path.open("r+b") as file:
             file.truncate(len(whole))
     records = []

@@ -13,7 +13,7 @@ from fixtures_cli import PROMPTS, question_file, tiny_checkpoint  # noqa: F401
 
 from specjax import cli, measure, records, summary, testing
 from specjax.cli import compare, options
-from specjax.cli.plan import make_plan
+from specjax.cli.preparation import make_plan
 from specjax.records import Record, RunFolder, RunFolderError
 from specjax.types import Counts
 

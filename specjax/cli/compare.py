@@ -15,7 +15,7 @@ from typing import Any
 from specjax import measure, memory, records
 from specjax.cli import options, plots, table
 from specjax.cli.errors import Failure, Refusal, refusing
-from specjax.cli.plan import DRAFTERS, SMALLEST_CAPACITY, Plan, make_manifest, make_plan
+from specjax.cli.preparation import DRAFTERS, SMALLEST_CAPACITY, Plan, make_manifest, make_plan
 from specjax.cli.progress import Progress
 from specjax.engine import Engine, NotFiniteError
 from specjax.memory.compiler import read as read_compiled

@@ -7,9 +7,9 @@ import json
 import sys
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from specjax.cli.table import make_console
 from specjax.memory import acceptance, hardware, planner, roofline, sharding, sizes, tiers
 from specjax.memory.planner import GiB, Option, Question
 from specjax.memory.strategies import FP8, preset
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(question, ranked), indent=1))
         return 0
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    console = make_console()
     console.print(ranking(question, ranked))
     console.print(dial(question, ranked))
     for line in (*assumptions(question), *refusals(question, ranked)):

@@ -144,6 +144,22 @@ def default_folder(date: str, command: str, manifest: Mapping[str, Any], root: P
     raise RunFolderError(f"{root} has a thousand runs of {date}: name a folder with --out")
 
 
+def read_run(path: Path) -> tuple[dict[str, Any], dict[str, Any], tuple[Record, ...]]:
+    """Summary, manifest and records of a run that ended.
+
+    Raises:
+      ValueError: no such folder, or a damaged one.
+    """
+    try:
+        summary, manifest = (_read_json(path / name) for name in ("summary.json", "manifest.json"))
+        if summary is None or manifest is None:
+            missing = "summary.json" if summary is None else "manifest.json"
+            raise ValueError(f"{path} has no {missing}: give the folder of a run of `specjax compare` that ended")
+        return summary, manifest, read_records(path / "prompts.jsonl")
+    except (RunFolderError, OSError) as error:
+        raise ValueError(str(error)) from error
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Replace a file by one that is complete on disk."""
     temporary = path.with_name(path.name + ".part")

@@ -11,7 +11,6 @@ E = (1 - alpha^(K + 1)) / (1 - alpha): Leviathan et al. 2023 (arXiv 2211.17192),
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from specjax import records as records_of
 from specjax.drafter import Drafter
-from specjax.records import RunFolderError, read_records
 from specjax.types import Counts
 
 
@@ -93,18 +92,11 @@ def read_run(folder: Path) -> dict[str, Measured]:
     Raises:
       ValueError: no folder of a run that ended, or a damaged one.
     """
-    path = folder / "summary.json"
-    if not path.is_file():
-        raise ValueError(
-            f"{folder} has no summary.json: give the folder of a run of `specjax compare` that ended, or a probability"
-        )
+    summary, manifest, records = records_of.read_run(folder)
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        records = read_records(folder / "prompts.jsonl")
         target = manifest["target"]["name"]
         found = {}
-        for row in rows:
+        for row in summary["rows"]:
             if row["acceptance_length"] is None:
                 continue
             source = f"measured on {target}, {row['rounds']} rounds, {folder}"
@@ -114,8 +106,8 @@ def read_run(folder: Path) -> dict[str, Measured]:
             found[row["drafter"]] = Measured(
                 profile, row["acceptance_length"], interval and tuple(interval), target, row["settings"]
             )
-    except (ValueError, KeyError, TypeError, OSError, RunFolderError) as error:
-        raise ValueError(f"{folder} is no folder of a finished run: {type(error).__name__}: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder} was not written by this version: {type(error).__name__}: {error}") from error
     return found
 
 
@@ -170,4 +162,6 @@ def _probability(text: str) -> float:
 
 def as_json(profile: Profile | None) -> dict[str, Any] | None:
     """Plain values."""
-    return profile and {"survival": list(profile.survival), "source": profile.source, "assumed": profile.assumed}
+    if profile is None:
+        return None
+    return {"survival": list(profile.survival), "source": profile.source, "assumed": profile.assumed}

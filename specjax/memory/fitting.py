@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+import jax
+
+from specjax import decode
 from specjax.memory.shapes import Account, Component
 from specjax.memory.sharding import Layout
 from specjax.memory.state import state_shapes
@@ -88,9 +91,15 @@ class Growth:
         program, _, _ = self.strategy.shapes()
         longest, own = program.model.context_length, program.drafter.num_speculative_tokens
         low, high = (min(self.windows), max(self.windows)) if self.windows else (own, own)
-        middle = (low + high) // 2
-        windows = tuple(sorted({low, middle, high})) if high > low else (low,)
-        return (self.layout.data, 2 * self.layout.data), (longest // 2, longest), windows
+        windows = {low, high} if self._drafts_chains(low) else {low, (low + high) // 2, high}
+        return (self.layout.data, 2 * self.layout.data), (longest // 2, longest), tuple(sorted(windows))
+
+    def _drafts_chains(self, window: int) -> bool:
+        """A chain's figures are straight lines in the window; a tree's mask is a square."""
+        strategy = dataclasses.replace(self.strategy, window=window)
+        program, params, own = strategy.shapes()
+        state = state_shapes(program, params, own, **strategy.options())
+        return jax.eval_shape(functools.partial(decode.propose, program), params, own, state).parents is None
 
     @functools.cached_property
     def _accounts(self) -> Surface:
@@ -103,7 +112,7 @@ class Growth:
 
     @functools.cached_property
     def _traffic(self) -> Surface:
-        return self._surface(lambda strategy: traffic_of(strategy, self.layout, self.platform).counts)
+        return self._surface(lambda strategy: dict(traffic_of(strategy, self.layout, self.platform).counts))
 
     def _surface(self, figures: Callable[[Strategy], Figures]) -> Surface:
         points = {sizes: figures(self._strategy(*sizes)) for sizes in itertools.product(*self.axes)}

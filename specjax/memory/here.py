@@ -40,7 +40,7 @@ def measure() -> Device:
         bf16_flop_per_s=_flop_rate(dtype),
         fp8_flop_per_s=None,
         link_bytes_per_s=None,
-        source=f"measured now on {kind} ({dtype.name} products)",
+        source=f"measured now on this machine ({kind}, {dtype.name} products)",
         usable_bytes=memory,
         host_bytes_per_s=_host_rate(device),
         nvme_bytes_per_s=_disk_rate(),

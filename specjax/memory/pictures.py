@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specjax.memory.shapes import PHASES, Account, Component
 from specjax.memory.sweep import Curve
 
 GiB = 2**30
 SUFFIXES = (".png", ".svg")
+_COLORS = [f"C{index}" for index in range(10)] + ["gold", "navy", "darkgreen", "salmon", "black", "lightblue", "plum"]
 
 
 def check_path(path: Path) -> Path:
@@ -27,37 +30,36 @@ def check_path(path: Path) -> Path:
 
 
 def bars(accounts: Mapping[str, Account], title: str, path: Path) -> None:
-    """Components stacked by phase and strategy: all that is held, and below it what `none` holds not."""
-    figure, (whole, added) = _figure(2, (max(6.0, 2.2 * len(accounts) + 3), 6.5), sharex=True)
+    """Components stacked by phase and strategy: all that is held, and below it only what one phase holds."""
+    figure, (whole, buffers) = _figure(2, (max(6.0, 1.9 * len(accounts) + 3), 6.0), sharex=True)
     names = list(dict.fromkeys(part.name for account in accounts.values() for part in account.components if part.bytes))
-    colors = {name: f"C{index % 10}" for index, name in enumerate(names)}
-    hatches = {name: ("", "//", "..")[index // 10 % 3] for index, name in enumerate(names)}
-    places, labels, known = [], [], set()
+    colors = {name: _COLORS[index % len(_COLORS)] for index, name in enumerate(names)}
+    places, labels = [], []
     for column, (spec, account) in enumerate(accounts.items()):
-        baseline = {part.name: part for part in account.baseline}
         for row, phase in enumerate(PHASES):
             x = column * (len(PHASES) + 1) + row
             places.append(x)
             labels.append(f"{phase}\n{spec}" if row == 1 else phase)
-            for axes, less in ((whole, {}), (added, baseline)):
-                bottom = 0.0
-                for part in account.components:
-                    height = (_held(part, phase) - _held(less.get(part.name), phase)) / GiB
-                    if height > 0:
-                        label = None if part.name in known else part.name
-                        known.add(part.name)
-                        axes.bar(x, height, 0.9, bottom, color=colors[part.name], hatch=hatches[part.name], label=label)
-                        bottom += height
-        peak = account.phase_bytes(account.peak_phase) / GiB
-        at = column * (len(PHASES) + 1) + PHASES.index(account.peak_phase)
-        whole.annotate(f"{peak:.2f}", (at, peak), ha="center", va="bottom")
+            parts = [part for part in account.components if phase in part.phases and part.bytes]
+            _stack(whole, x, parts, colors)
+            _stack(buffers, x, [part for part in parts if part.phases != PHASES], colors)
+        at = PHASES.index(account.peak_phase) + column * (len(PHASES) + 1)
+        whole.annotate(f"{account.needed_bytes / GiB:.2f}", (at, account.needed_bytes / GiB), ha="center", va="bottom")
     whole.set(ylabel="held at once, GiB", title=title)
-    added.set(ylabel="beyond none, GiB")
+    buffers.set(ylabel="of it, in one phase only, GiB")
     whole.margins(y=0.12)
-    added.set_xticks(places, labels, fontsize=8)
-    handles, texts = _legend(whole, names)
-    figure.legend(handles, texts, loc="outside right upper", fontsize=8)
-    figure.savefig(path, dpi=110)
+    buffers.set_xticks(places, labels, fontsize=8)
+    whole.tick_params(axis="x", length=0)
+    handles = [whole.bar(0, 0, color=colors[name]) for name in reversed(names)]
+    figure.legend(handles, list(reversed(names)), loc="outside right upper", fontsize=8)
+    figure.savefig(path, dpi=100)
+
+
+def _stack(axes: Any, x: float, parts: Sequence[Component], colors: Mapping[str, Any]) -> None:
+    bottom = 0.0
+    for part in parts:
+        axes.bar(x, part.bytes / GiB, 0.9, bottom, color=colors[part.name])
+        bottom += part.bytes / GiB
 
 
 def pareto(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
@@ -91,8 +93,7 @@ def curves(found: Sequence[Curve], limit_bytes: int, title: str, path: Path) -> 
             panel.plot(curve.sizes, needed, color=color, label=curve.strategy)
             for crossing, size in curve.crossings.items():
                 if size is not None:
-                    near = min(range(len(curve.sizes)), key=lambda i, at=size: abs(curve.sizes[i] - at))
-                    panel.plot(size, needed[near], marks[crossing], color=color, markersize=6)
+                    panel.plot(size, np.interp(size, curve.sizes, needed), marks[crossing], color=color, markersize=6)
         panel.axhline(limit_bytes / GiB, color="black", linewidth=0.8, linestyle="--", label="usable")
         panel.set_xscale("log", base=2)
         panel.set(xlabel=name, ylabel="needed, GiB a device")
@@ -101,17 +102,6 @@ def curves(found: Sequence[Curve], limit_bytes: int, title: str, path: Path) -> 
         panel.legend(fontsize=7)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=110)
-
-
-def _held(part: Component | None, phase: str) -> int:
-    return part.bytes if part is not None and phase in part.phases else 0
-
-
-def _legend(axes: Any, names: Sequence[str]) -> tuple[list[Any], list[str]]:
-    handles, texts = axes.get_legend_handles_labels()
-    by_name = dict(zip(texts, handles, strict=True))
-    kept = [name for name in reversed(names) if name in by_name]
-    return [by_name[name] for name in kept], kept
 
 
 def _figure(rows: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from specjax.cli.table import make_console
@@ -108,11 +109,13 @@ def ranking(question: Question, ranked: list[Option]) -> Table:
     shown = Table(
         title=f"{question.target}, {question.dtype}, context {question.context}, on {question.layout.devices} x "
         f"{question.device.name}, {question.limit_bytes / GiB:.2f} GiB each{bound}: PREDICTED",
-        caption=roofline.FORMULA,
+        caption=f"{roofline.FORMULA}, at the same batch",
+        box=box.SIMPLE_HEAD,
     )
-    for name in ("strategy", "window", "tokens a round", "pays above", "draft ms", "verify ms", "ms a token", "batch",
-                 "tokens/s", "of none's", "speedup, same batch", "GiB", "largest batch"):  # fmt: skip
-        shown.add_column(name, justify="left" if name == "strategy" else "right")
+    shown.add_column("strategy", no_wrap=True)
+    for name in ("K", "tokens a round", "pays above", "draft ms", "verify ms", "ms a token", "batch", "tokens/s",
+                 "of none's", "speedup", "GiB", "batch that fits"):  # fmt: skip
+        shown.add_column(name, justify="right")
     for option in best:
         found = option.prediction
         shown.add_row(
@@ -128,7 +131,10 @@ def ranking(question: Question, ranked: list[Option]) -> Table:
 def dial(question: Question, ranked: list[Option]) -> Table:
     """Predicted speedup by window: what the user sets with open eyes."""
     by_key = {(option.spec, option.prediction.window): option for option in ranked}
-    shown = Table(title="predicted speedup by window, against none at the same batch; - does not meet the bounds")
+    shown = Table(
+        title="predicted speedup by window, against none at the same batch; - does not meet the bounds",
+        box=box.SIMPLE_HEAD,
+    )
     shown.add_column("strategy")
     for window in question.windows:
         shown.add_column(str(window), justify="right")
@@ -142,7 +148,8 @@ def dial(question: Question, ranked: list[Option]) -> Table:
 def assumptions(question: Question) -> list[str]:
     """What the predictions rest on."""
     lines = [
-        f"rates: peaks of {question.device.name}, {question.device.source}; times are lower bounds",
+        f"rates: {question.device.source}{'' if question.device.name == hardware.HERE else ', peaks'}; "
+        "times are lower bounds",
         f"memory: {question.device.limit_source}",
     ]
     if question.layout.devices > 1:
@@ -178,9 +185,11 @@ def refusals(question: Question, ranked: list[Option]) -> list[str]:
 def sizes_table(question: Question) -> Table:
     """How the best strategy changes with context and batch."""
     longest = preset(question.target).context_length
-    contexts = tuple(size for size in CONTEXTS if question.windows[-1] < size < longest) + (longest,)
+    contexts = (*(size for size in CONTEXTS if question.windows[-1] < size < longest), longest)
     batches = tuple(size for size in BATCHES if size % question.layout.data == 0)
-    shown = Table(title="largest predicted speedup by context and batch: strategy, window, speedup")
+    shown = Table(
+        title="largest predicted speedup by context and batch: strategy, window, speedup", box=box.SIMPLE_HEAD
+    )
     shown.add_column("context")
     for batch in batches:
         shown.add_column(f"batch {batch}", justify="right")
@@ -219,4 +228,3 @@ def as_json(question: Question, ranked: list[Option]) -> dict[str, Any]:
             for option in ranked
         ],
     }
-

@@ -110,7 +110,13 @@ def predict(
 
 
 def best_window(
-    strategy: Growth, plain: Growth, profile: Profile, device: Device, batch: int, context: int, windows: tuple[int, ...]
+    strategy: Growth,
+    plain: Growth,
+    profile: Profile,
+    device: Device,
+    batch: int,
+    context: int,
+    windows: tuple[int, ...],
 ) -> Prediction:
     """The window with the largest predicted speedup."""
     return max(

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from rich import box
 from rich.table import Table
 
 from specjax.memory.hardware import Device
@@ -44,6 +45,16 @@ def moves(account: Account, prediction: Prediction, context: int) -> Iterator[Mo
         yield Move("drafter weights, in for each draft", weights, weights * rounds_per_s)
 
 
+def offloaded_account(account: Account) -> Account:
+    """The account of a strategy whose drafter's weights lie in host memory: the device holds them while it drafts."""
+    return replace(
+        account,
+        components=tuple(
+            replace(part, phases=("draft",)) if part.name == "drafter weights" else part for part in account.components
+        ),
+    )
+
+
 def queue_growth(rate_in: float, rate_out: float) -> float:
     """Bytes a second by which a queue grows: rate in - rate out, or nothing."""
     return max(0.0, rate_in - rate_out)
@@ -65,12 +76,14 @@ def table(question: Question, options: Sequence[Option]) -> Table:
     """What each strategy would ask of the links to slower tiers."""
     known = links(question.device)
     shown = Table(
-        title="tiers, PREDICTED, one device: " + ", ".join(f"{name} at {rate / GB:g} GB/s" for name, rate in known.items()),
-        caption="queue: rate in - rate out, GB a second of full load; must stay: live window, laws, logits, target weights",
+        title="tiers, PREDICTED, one device: "
+        + ", ".join(f"{name} at {rate / GB:g} GB/s" for name, rate in known.items()),
+        caption="queue: rate in - rate out at full load; must stay: live window, laws, logits, target weights",
+        box=box.SIMPLE_HEAD,
     )
     for column in ("strategy", "may leave", "frees GiB", "needs GB/s", *(f"queue, {name}" for name in known)):
         shown.add_column(column, justify="left" if column in ("strategy", "may leave") else "right")
-    shown.add_column("speedup if fetched from host", justify="right")
+    shown.add_column("speedup, fetched", justify="right")
     for option in options:
         found = option.prediction
         account = question.growths[option.spec].account(found.batch, question.context, found.window)
@@ -82,6 +95,6 @@ def table(question: Question, options: Sequence[Option]) -> Table:
             shown.add_row(
                 option.spec + (f" {found.window}" if option.spec != PLAIN else ""), move.name,
                 f"{move.freed_bytes / GiB:.2f}", f"{move.rate_bytes_per_s / GB:.2f}",
-                *("none" if not growth else f"+{growth:.2f} GB/s" for growth in grows), fetched,
+                *("none" if not growth else f"+{growth:.1f} GB/s" for growth in grows), fetched,
             )  # fmt: skip
     return shown

@@ -24,8 +24,8 @@ import numpy as np
 from jax.extend import core
 
 from specjax import decode
-from specjax.memory.sharding import Layout
 from specjax.memory.shapes import is_cache, nbytes
+from specjax.memory.sharding import Layout
 from specjax.memory.state import Weights
 
 PHASES = ("draft", "verify")

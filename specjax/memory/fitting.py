@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -23,7 +23,7 @@ from specjax.memory.state import state_shapes
 from specjax.memory.strategies import Strategy
 from specjax.memory.traffic import Traffic, traffic
 
-Figures = Mapping[Hashable, int]
+Figures = Mapping[Any, int]
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Surface:
     axes: tuple[tuple[int, ...], ...]
     points: Mapping[tuple[int, ...], Figures]
 
-    def at(self, *sizes: int) -> dict[Hashable, int]:
+    def at(self, *sizes: int) -> dict[Any, int]:
         """The figures at other sizes, one an axis."""
         bases = [_basis(axis, size) for axis, size in zip(self.axes, sizes, strict=True)]
-        result: dict[Hashable, Fraction] = {}
+        result: dict[Any, Fraction] = {}
         for corner in itertools.product(*(range(len(axis)) for axis in self.axes)):
             factor = Fraction(1)
             for basis, index in zip(bases, corner, strict=True):
@@ -69,7 +69,7 @@ class Growth:
 
     def traffic(self, batch: int, context: int, window: int = 0) -> Traffic:
         """What a round moves and computes, at other sizes."""
-        return Traffic(self._traffic.at(batch, context, window or self.axes[2][0]))  # type: ignore[arg-type]
+        return Traffic(self._traffic.at(batch, context, window or self.axes[2][0]))
 
     def needed_bytes(self, batch: int, context: int, window: int = 0) -> int:
         """What a device must have, at another batch and context."""
@@ -112,7 +112,7 @@ class Growth:
 
     @functools.cached_property
     def _traffic(self) -> Surface:
-        return self._surface(lambda strategy: dict(traffic_of(strategy, self.layout, self.platform).counts))
+        return self._surface(lambda strategy: traffic_of(strategy, self.layout, self.platform).counts)
 
     def _surface(self, figures: Callable[[Strategy], Figures]) -> Surface:
         points = {sizes: figures(self._strategy(*sizes)) for sizes in itertools.product(*self.axes)}

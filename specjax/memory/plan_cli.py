@@ -140,9 +140,15 @@ def dial(question: Question, ranked: list[Option]) -> Table:
         shown.add_column(str(window), justify="right")
     for spec in question.growths:
         if spec != planner.PLAIN and question.profile(spec) is not None:
-            row = [by_key[spec, window] for window in question.windows]
-            shown.add_row(spec, *("-" if option.refusal else f"{option.prediction.speedup:.2f}" for option in row))
+            row = (by_key.get((spec, window)) for window in question.windows)
+            shown.add_row(spec, *(_speedup(option) for option in row))
     return shown
+
+
+def _speedup(option: Option | None) -> str:
+    if option is None:  # the drafter has a window of its own
+        return ""
+    return "-" if option.refusal else f"{option.prediction.speedup:.2f}"
 
 
 def assumptions(question: Question) -> list[str]:

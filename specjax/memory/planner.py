@@ -15,7 +15,7 @@ from specjax.memory.acceptance import Acceptance, Profile
 from specjax.memory.fitting import Growth, largest
 from specjax.memory.hardware import Device
 from specjax.memory.roofline import Prediction
-from specjax.memory.strategies import FP8, Strategy
+from specjax.memory.strategies import FP8, Strategy, build
 
 GiB = 2**30
 PLAIN = "none"
@@ -46,7 +46,7 @@ class Question:
     def growth(self, spec: str) -> Growth:
         """One strategy at any size."""
         strategy = Strategy(self.target, spec, max(1, self.batch), self.context, 0, self.dtype, self.cache_dtype)
-        return Growth(strategy, self.layout, self.device.platform, () if spec == PLAIN else self.windows)
+        return Growth(strategy, self.layout, self.device.platform, () if spec == PLAIN else self.windows_of(spec))
 
     def predict(self, spec: str, batch: int, context: int, window: int) -> Prediction:
         """Times and tokens; a drafter of unknown acceptance is taken to emit one token a round."""
@@ -64,8 +64,10 @@ class Question:
         return self.latency_s is None or self.predict(spec, batch, context, window).latency_s <= self.latency_s
 
     def windows_of(self, spec: str) -> tuple[int, ...]:
-        """Windows to try."""
-        return (0,) if spec == PLAIN else self.windows
+        """Windows to try: those asked for, of a drafter that can have them, else its own."""
+        if spec == PLAIN:
+            return (0,)
+        return tuple(sorted({build(spec, window).num_speculative_tokens for window in self.windows}))
 
 
 @dataclass(frozen=True)

@@ -180,6 +180,8 @@ def account_for(args: argparse.Namespace) -> list[Column]:
     if args.batch % args.data:
         raise ValueError(f"batch={args.batch}: must be a multiple of data={args.data}, so that rows can be split")
     if args.compile:
+        if device.name == hardware.HERE:
+            raise ValueError("no ahead-of-time compiler for this: `specjax compare` shows what the compiler here says")
         check_installed(device)
     columns = []
     for name in dict.fromkeys(["none", *(args.drafter or ("ngram", "early-exit", "fp8"))]):

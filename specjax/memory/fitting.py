@@ -96,7 +96,7 @@ class Growth:
 
     def _drafts_chains(self, window: int) -> bool:
         """A chain's figures are straight lines in the window; a tree's mask is a square."""
-        strategy = dataclasses.replace(self.strategy, window=window)
+        strategy = self._strategy(self.layout.data, self.strategy.model.context_length, window)
         program, params, own = strategy.shapes()
         state = state_shapes(program, params, own, **strategy.options())
         return jax.eval_shape(functools.partial(decode.propose, program), params, own, state).parents is None
@@ -124,6 +124,14 @@ class Growth:
     @functools.cached_property
     def _outline(self) -> Account:
         return self._strategy(*(axis[-1] for axis in self.axes)).account(self.layout.size, self.platform)
+
+
+@functools.lru_cache(maxsize=64)
+def grow(
+    target: str, drafter: str, dtype: str, cache_dtype: str, layout: Layout, platform: str, windows: tuple[int, ...]
+) -> Growth:
+    """A strategy at any size, traced once however often it is asked for."""
+    return Growth(Strategy(target, drafter, 1, 1, 0, dtype, cache_dtype), layout, platform, windows)
 
 
 def traffic_of(strategy: Strategy, layout: Layout, platform: str) -> Traffic:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from specjax.memory import roofline, sharding
 from specjax.memory.acceptance import Acceptance, Profile
-from specjax.memory.fitting import Growth, largest
+from specjax.memory.fitting import Growth, grow, largest
 from specjax.memory.hardware import Device
 from specjax.memory.roofline import Prediction
-from specjax.memory.strategies import FP8, Strategy, build
+from specjax.memory.strategies import FP8, build
 
 GiB = 2**30
 PLAIN = "none"
@@ -45,8 +45,8 @@ class Question:
 
     def growth(self, spec: str) -> Growth:
         """One strategy at any size."""
-        strategy = Strategy(self.target, spec, max(1, self.batch), self.context, 0, self.dtype, self.cache_dtype)
-        return Growth(strategy, self.layout, self.device.platform, () if spec == PLAIN else self.windows_of(spec))
+        windows = () if spec == PLAIN else self.windows_of(spec)
+        return grow(self.target, spec, self.dtype, self.cache_dtype, self.layout, self.device.platform, windows)
 
     def predict(self, spec: str, batch: int, context: int, window: int) -> Prediction:
         """Times and tokens; a drafter of unknown acceptance is taken to emit one token a round."""

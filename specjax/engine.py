@@ -74,11 +74,12 @@ class Engine:
                 f"num_speculative_tokens={drafter.num_speculative_tokens}: must be smaller than the target's "
                 f"context of {model.context_length} tokens"
             )
-        self.program = decode.Program(model, drafter, rule or verify.Token(), offload=bool(offload))
         self.params = params
         if drafter_params is None:
             drafter_params = drafter.params(jax.random.key(drafter_seed), model, params)
         self.drafter_params = offloading.to_host(drafter_params) if offload else drafter_params
+        moved = bool(offload and jax.tree.leaves(drafter_params))
+        self.program = decode.Program(model, drafter, rule or verify.Token(), offload=moved)
         self.cache_dtype = jnp.dtype(cache_dtype or jax.tree.leaves(params)[0].dtype)
 
     def start(

@@ -82,6 +82,16 @@ def test_each_prompt_leaves_its_raw_counts(finished):
         assert set(line["counts"]) == {"drafted", "tested", "accepted", "emitted", "overlap", "cut"}
 
 
+def test_offloaded_weights_are_measured_and_change_no_token(command, tmp_path):
+    external = "external:num_speculative_tokens=2,keep_layers=1"
+    assert command(tmp_path / "run", "--drafter", external, "--offload", "host", "--limit", "1") == 0
+    none, _, offloaded = json.loads((tmp_path / "run" / "summary.json").read_text())["rows"]
+    assert none["offloaded_bytes"] is none["fetch_s"] is None
+    assert offloaded["offloaded_bytes"] == offloaded["added_bytes"]["weights"] > 0
+    assert offloaded["fetch_s"] > 0
+    assert offloaded["greedy_equal"] is True
+
+
 def test_the_manifest_says_what_the_tokens_depend_on(finished):
     manifest = json.loads((finished / "manifest.json").read_text())
     assert manifest["drafters"][NGRAM].startswith("NGram(num_speculative_tokens=2")

@@ -213,12 +213,13 @@ SMALL = ("--target", "tiny", "--context", "64", "--drafter", "ngram")
 
 
 def test_the_plan_prints_its_assumption_and_its_formula(capsys):
-    assert cli.main(["plan", *SMALL, "--windows", "1..2", "--tiers"]) == 0
+    assert cli.main(["plan", *SMALL, "--windows", "1..2", "--tiers", "--traffic"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "PREDICTED" in out
     assert "acceptance of ngram: assumed: each drafted token accepted with probability 0.7" in out
     assert "max(bytes / bandwidth, operations / rate)" in out
     assert "must stay: live window" in out
+    assert "verify: rollback 0: a length is kept" in out
     assert cli.main(["plan", *SMALL, "--windows", "2", "--batch", "2", "--acceptance", "0.5", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     [ngram] = [option for option in plan["options"] if option["strategy"] == "ngram"]

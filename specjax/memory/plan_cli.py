@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from specjax.cli.table import make_console
-from specjax.memory import acceptance, hardware, planner, roofline, sharding, sizes, tiers
+from specjax.memory import acceptance, hardware, planner, roofline, sharding, sizes, tiers, traffic_table
 from specjax.memory.planner import GiB, Option, Question
 from specjax.memory.strategies import FP8, preset
 
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a run folder of `specjax compare`, a probability a token, or DRAFTER=PROBABILITY; may be repeated "
         f"(without any, {ASSUMED} is assumed, and said so)",
     )  # fmt: skip
+    parser.add_argument("--traffic", action="store_true", help="bytes and operations of a round, part by part")
     parser.add_argument("--tiers", action="store_true", help="which bytes may leave the device, and what that takes")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -61,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     for line in (*assumptions(question), *refusals(question, ranked)):
         console.print(line)
     console.print(sizes_table(question))
+    if args.traffic:
+        console.print(traffic_table.table(question, planner.best_of_each(ranked)))
     if args.tiers:
         console.print(tiers.table(question, planner.best_of_each(ranked)))
     return 0

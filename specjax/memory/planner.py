@@ -158,8 +158,6 @@ def ways_out(question: Question, spec: str, window: int) -> list[str]:
     if shorter > window:
         ways.append(f"context: {shorter} instead of {context}")
     weights = growth.account(step, 1 + window, window).phase_bytes("verify", "weights")
-    if not fewer and shorter <= window and weights > question.limit_bytes:
-        ways.append(f"neither batch nor context: weights alone are {weights / GiB:.2f} GiB")
     for text, other in _precisions(question):
         if other.allows(spec, batch, context, window):
             ways.append(f"precision: {text}")
@@ -170,6 +168,8 @@ def ways_out(question: Question, spec: str, window: int) -> list[str]:
         ways.append(f"window: {max(smaller)} instead of {window}")
     if not ways:
         ways.append(_more_devices(question, spec, batch, context, window))
+        if weights > question.limit_bytes:
+            ways.insert(0, f"neither batch nor context: weights alone are {weights / GiB:.2f} GiB")
     return ways
 
 

@@ -59,6 +59,7 @@ class Program:
     drafter: Drafter
     rule: verify.Rule = field(default_factory=verify.Token)
     verifier: Callable[..., tuple[Verdict, Int[Array, "B"]]] = verify.verify  # for rules that see the whole window
+    offload: bool = False  # the drafter's weights lie in host memory (`specjax.offload`)
 
     @property
     def exact(self) -> bool:
@@ -144,7 +145,7 @@ def read(
 def begin(program: Program, params: Params, drafter_params: Params, state: State) -> State:
     """Let the drafter make its own state for a batch that was read."""
     target = Target(program.model, params, state.cache, state.tokens, state.length, state.hidden, state.sampling)
-    return replace(state, drafter=program.drafter.init(drafter_params, target))
+    return replace(state, drafter=program.drafter.init(_fetched(program, drafter_params), target))
 
 
 def start(
@@ -175,7 +176,14 @@ def propose(program: Program, params: Params, drafter_params: Params, state: Sta
     """The first half of a round: what the drafter proposes, for finished rows too (it is ignored)."""
     keys = sampling.fold(sampling.fold(state.keys, state.round), sampling.DRAFT)
     target = Target(program.model, params, state.cache, state.tokens, state.length, state.hidden, state.sampling)
-    return program.drafter.propose(keys, drafter_params, state.drafter, target)
+    return program.drafter.propose(keys, _fetched(program, drafter_params), state.drafter, target)
+
+
+def _fetched(program: Program, drafter_params: Params) -> Params:
+    """The drafter's weights on the device: brought in for one call where they lie in host memory."""
+    if not program.offload:
+        return drafter_params
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device), drafter_params)
 
 
 def settle(program: Program, params: Params, state: State, draft: Draft) -> State:

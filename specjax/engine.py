@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode, sampling, verify
+from specjax import offload as offloading
 from specjax.drafter import Drafter
 from specjax.text import Tokenizer
 from specjax.types import Counts, Model, Params, Sampling
@@ -58,19 +59,27 @@ class Engine:
         drafter_seed: int = 0,
         cache_dtype: Any = None,
         tokenizer: Tokenizer | None = None,
+        offload: str = "",
     ):
-        """Check that the parts fit; with the target's tokenizer, an external drafter's is compared with it."""
+        """Check that the parts fit; with the target's tokenizer, an external drafter's is compared with it.
+
+        Args:
+          offload: `host` keeps the drafter's weights in host memory between drafts (`specjax.offload`).
+        """
         drafter.check(model, tokenizer)
+        if offload:
+            offloading.check(offload)
         if drafter.num_speculative_tokens >= model.context_length:
             raise ValueError(
                 f"num_speculative_tokens={drafter.num_speculative_tokens}: must be smaller than the target's "
                 f"context of {model.context_length} tokens"
             )
-        self.program = decode.Program(model, drafter, rule or verify.Token())
         self.params = params
         if drafter_params is None:
             drafter_params = drafter.params(jax.random.key(drafter_seed), model, params)
-        self.drafter_params = drafter_params
+        self.drafter_params = offloading.to_host(drafter_params) if offload else drafter_params
+        moved = bool(offload and jax.tree.leaves(drafter_params))
+        self.program = decode.Program(model, drafter, rule or verify.Token(), offload=moved)
         self.cache_dtype = jnp.dtype(cache_dtype or jax.tree.leaves(params)[0].dtype)
 
     def start(

@@ -94,7 +94,7 @@ class RunFolder:
                 raise RunFolderError(f"less than {SPARE_BYTES >> 20} MiB are free in {path}: free some, or use --out")
             if found is None:
                 write_json(path / "manifest.json", manifest)
-            records = _read_records(path / "prompts.jsonl")
+            records = read_records(path / "prompts.jsonl", repair=True)
         except OSError as error:
             raise RunFolderError(
                 f"run folder {path} can't be written ({error.strerror or error}): choose another with --out"
@@ -144,6 +144,22 @@ def default_folder(date: str, command: str, manifest: Mapping[str, Any], root: P
     raise RunFolderError(f"{root} has a thousand runs of {date}: name a folder with --out")
 
 
+def read_run(path: Path) -> tuple[dict[str, Any], dict[str, Any], tuple[Record, ...]]:
+    """Summary, manifest and records of a run that ended.
+
+    Raises:
+      ValueError: no such folder, or a damaged one.
+    """
+    try:
+        summary, manifest = (_read_json(path / name) for name in ("summary.json", "manifest.json"))
+        if summary is None or manifest is None:
+            missing = "summary.json" if summary is None else "manifest.json"
+            raise ValueError(f"{path} has no {missing}: give the folder of a run of `specjax compare` that ended")
+        return summary, manifest, read_records(path / "prompts.jsonl")
+    except (RunFolderError, OSError) as error:
+        raise ValueError(str(error)) from error
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Replace a file by one that is complete on disk."""
     temporary = path.with_name(path.name + ".part")
@@ -189,13 +205,13 @@ def _check_same(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any])
         )
 
 
-def _read_records(path: Path) -> tuple[Record, ...]:
-    """The records of a file, after cutting half a line off its end."""
+def read_records(path: Path, *, repair: bool = False) -> tuple[Record, ...]:
+    """The records of a file without half a line at its end; `repair` cuts that off the file."""
     if not path.exists():
         return ()
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
+    if repair and len(whole) < len(content):
         with path.open("r+b") as file:
             file.truncate(len(whole))
     records = []

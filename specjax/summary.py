@@ -26,6 +26,8 @@ class Measured:
     peak_bytes: int | None = None  # held at once at verification, from shapes
     compiler_bytes: int | None = None  # the compiled loop on this backend: argument + output + temporaries - alias
     temp_bytes: int | None = None  # of these, temporaries
+    offloaded_bytes: int | None = None  # the drafter's weights, in host memory between drafts
+    fetch_s: float | None = None  # to bring them in, measured apart from the round
 
 
 def make_rows(
@@ -77,6 +79,8 @@ def _row(
         "peak_bytes": known.peak_bytes,
         "compiler_bytes": known.compiler_bytes,
         "temp_bytes": known.temp_bytes,
+        "offloaded_bytes": known.offloaded_bytes,
+        "fetch_s": known.fetch_s,
         "greedy_equal": equal,
         "greedy_difference": difference,
         "exact": known.exact,

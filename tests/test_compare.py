@@ -13,7 +13,7 @@ from fixtures_cli import PROMPTS, question_file, tiny_checkpoint  # noqa: F401
 
 from specjax import cli, measure, records, summary, testing
 from specjax.cli import compare, options
-from specjax.cli.plan import make_plan
+from specjax.cli.preparation import make_plan
 from specjax.records import Record, RunFolder, RunFolderError
 from specjax.types import Counts
 
@@ -80,6 +80,16 @@ def test_each_prompt_leaves_its_raw_counts(finished):
         assert sum(line["counts"]["emitted"]) == len(line["tokens"]) - 1
         assert len(line["tokens"]) <= BUDGET
         assert set(line["counts"]) == {"drafted", "tested", "accepted", "emitted", "overlap", "cut"}
+
+
+def test_offloaded_weights_are_measured_and_change_no_token(command, tmp_path):
+    external = "external:num_speculative_tokens=2,keep_layers=1"
+    assert command(tmp_path / "run", "--drafter", external, "--offload", "host", "--limit", "1") == 0
+    none, _, offloaded = json.loads((tmp_path / "run" / "summary.json").read_text())["rows"]
+    assert none["offloaded_bytes"] is none["fetch_s"] is None
+    assert offloaded["offloaded_bytes"] == offloaded["added_bytes"]["weights"] > 0
+    assert offloaded["fetch_s"] > 0
+    assert offloaded["greedy_equal"] is True
 
 
 def test_the_manifest_says_what_the_tokens_depend_on(finished):

@@ -18,7 +18,8 @@ ALLOWED = {
     "weights": {"model", "text", "types"},
     "drafter": {*BASE, "text", "model"},
     "decode": {*BASE, "cache", "verify", "drafter"},
-    "engine": {*BASE, "decode", "verify", "drafter", "text"},
+    "engine": {*BASE, "decode", "verify", "drafter", "text", "offload"},
+    "offload": {"types"},
     "metrics": {"types"},
 }
 """Modules under specjax that a module may import; those that are not named may import anything but drafters."""

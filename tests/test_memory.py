@@ -14,7 +14,6 @@ from specjax.drafter import Drafter, load
 from specjax.engine import Engine
 from specjax.memory import ahead, cli, hardware, sharding
 from specjax.memory.compiler import Compiled
-from specjax.memory.fitting import Growth
 from specjax.memory.shapes import GROUPS, PHASES, is_cache, nbytes
 from specjax.memory.strategies import Strategy
 from specjax.model import PRESETS, Llama
@@ -142,17 +141,6 @@ def test_more_rows_context_or_window_never_need_less(spec):
     for small, big in itertools.product(grid, grid):
         if all(one <= other for one, other in zip(small, big, strict=True)):
             assert sizes[small] <= sizes[big]
-
-
-@pytest.mark.parametrize("spec", ["none", "ngram", "early-exit", "external"])
-def test_growth_predicts_the_account_at_another_batch_and_context(spec):
-    growth = Growth(account(spec), 2, 64)
-    there = account(spec, batch=6, capacity=192)
-    assert growth.needed_bytes(6, 192) == pytest.approx(there.needed_bytes, rel=1e-3)
-    limit = there.needed_bytes
-    assert Growth(there, 6, 192).largest_batch(limit) == 6
-    assert Growth(there, 6, 192).longest_context(limit, 256) == 192
-    assert Growth(there, 6, 192).largest_batch(1000) == 0
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specjax import measure, memory, records
+from specjax import measure, memory, offload, records
 from specjax.cli import options, plots, table
 from specjax.cli.errors import Failure, Refusal, refusing
-from specjax.cli.plan import DRAFTERS, SMALLEST_CAPACITY, Plan, make_manifest, make_plan
+from specjax.cli.preparation import DRAFTERS, SMALLEST_CAPACITY, Plan, make_manifest, make_plan
 from specjax.cli.progress import Progress
 from specjax.engine import Engine, NotFiniteError
 from specjax.memory.compiler import read as read_compiled
+from specjax.memory.tiers import offloaded_account
 from specjax.records import Record, RunFolder, RunFolderError
 from specjax.summary import BASELINE, Measured, make_rows
 from specjax.types import Params
@@ -43,6 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     amount.add_argument("--all", action="store_true", help="decode every prompt")
     parser.add_argument("--max-new-tokens", type=options.not_negative, default=48, help="default: %(default)s")
     parser.add_argument("--batch-size", type=options.positive, default=1, help="prompts decoded together (default: 1)")
+    parser.add_argument(
+        "--offload", choices=offload.PLACES, default="",
+        help="keep drafters' weights in host memory between drafts, and measure what bringing them in costs",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="run folder (default: runs/<date>-compare)")
 
 
@@ -111,7 +116,7 @@ def _prepare(run: Run, params: Params, progress: Progress) -> None:
     for name, drafter in plan.drafters.items():
         progress.describe(f"{name}: preparing")
         with refusing():
-            run.engines[name] = Engine(plan.subject.model, params, drafter, rule=plan.rule)
+            run.engines[name] = Engine(plan.subject.model, params, drafter, rule=plan.rule, offload=plan.args.offload)
     progress.describe("accounting for memory")
     capacity = max(plan.capacity(name) for name in plan.chosen)
     for name, engine in run.engines.items():
@@ -119,12 +124,16 @@ def _prepare(run: Run, params: Params, progress: Progress) -> None:
             engine.program, engine.params, engine.drafter_params,
             batch=plan.args.batch_size, capacity=capacity, cache_dtype=engine.cache_dtype,
         )  # fmt: skip
+        if engine.program.offload:
+            account = offloaded_account(account)
         run.measured[name] = Measured(
             settings=repr(engine.program.drafter),
             label=engine.program.drafter.label,
             exact=engine.program.exact,
             added_bytes=account.added_bytes,
             peak_bytes=account.peak_bytes,
+            offloaded_bytes=offload.size(engine.drafter_params) if engine.program.offload else None,
+            fetch_s=offload.fetch_s(engine.drafter_params) if engine.program.offload else None,
         )
 
 

@@ -20,7 +20,7 @@ import jax
 from specjax import decode, measure, memory, verify
 from specjax.cli import options, table
 from specjax.cli.errors import Failure, refusing
-from specjax.cli.plan import SMALLEST_CAPACITY
+from specjax.cli.preparation import SMALLEST_CAPACITY
 from specjax.engine import Engine, Generation, NotFiniteError, capacity_for
 from specjax.records import Record
 from specjax.summary import Measured, make_rows

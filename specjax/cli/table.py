@@ -132,6 +132,8 @@ SECTIONS: tuple[tuple[tuple[str, Callable[[Row], str]], ...], ...] = (
         ("held at once at verification", lambda row: _bytes(row.get("peak_bytes"))),
         ("  the compiler's own figure", lambda row: _bytes(row.get("compiler_bytes"))),
         ("  of it, temporaries", lambda row: _bytes(row.get("temp_bytes"))),
+        ("offloaded to host memory", lambda row: _bytes(row.get("offloaded_bytes"))),
+        ("  to bring in, ms", _number("fetch_s", ".1f", 1e3)),
     ),
     (
         ("greedy output equals none's", _greedy),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from specjax.memory import hardware, sharding
+from specjax.cli.table import make_console
+from specjax.memory import acceptance, hardware, pictures, sharding, sweep, worth
 from specjax.memory.ahead import Ahead, check_installed, compile_ahead
 from specjax.memory.fitting import Growth
 from specjax.memory.shapes import GROUPS, PHASES, Account
@@ -27,19 +29,23 @@ class Column:
     strategy: Strategy
     account: Account
     device: hardware.Device
-    devices: int
+    layout: sharding.Layout
     ahead: Ahead | None = None
+
+    @functools.cached_property
+    def growth(self) -> Growth:
+        """The account at other sizes."""
+        return Growth(self.strategy, self.layout, self.device.platform)
 
     def summary(self) -> dict[str, Any]:
         """Plain values, for `--json`."""
-        growth, limit = Growth(self.account, self.strategy.batch, self.strategy.context), self.device.limit_bytes
-        longest = preset(self.strategy.target).context_length
+        limit, strategy = self.device.limit_bytes, self.strategy
         added = sum(self.account.added_bytes.values())
         figures = self.ahead.figures if self.ahead else None
         return {
             **self.strategy.asdict(),
             "device": self.device.name,
-            "devices": self.devices,
+            "devices": self.layout.devices,
             "components": {part.name: part.bytes for part in self.account.components},
             "phases": {phase: self.account.phase_bytes(phase) for phase in PHASES},
             "peak_phase": self.account.peak_phase,
@@ -48,8 +54,8 @@ class Column:
             "added_per_sequence_bytes": added // self.strategy.batch,
             "added_per_token_bytes": added // (self.strategy.batch * self.strategy.context),
             "left_bytes": limit - self.account.needed_bytes,
-            "largest_batch": growth.largest_batch(limit),
-            "longest_context": growth.longest_context(limit, longest),
+            "largest_batch": self.growth.largest_batch(limit, strategy.context),
+            "longest_context": self.growth.longest_context(limit, strategy.batch),
             "compiler_bytes": figures.total_bytes if figures else None,
             "compiler_refusal": self.ahead.refusal if self.ahead else None,
         }
@@ -64,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="name, external:PRESET, or with fields as fp8:kv=own; may be repeated (default: ngram, early-exit, fp8)",
     )
-    parser.add_argument("--device", default="h100", help=", ".join(hardware.DEVICES))
+    parser.add_argument("--device", default="h100", help=f"{', '.join(hardware.DEVICES)}, or this (measured now)")
     parser.add_argument("--mesh", default="1", help="chips, as 8 or 2x2x2")
     parser.add_argument(
         "--data", type=int, default=1, help="copies of the model in the mesh, each for a part of the rows"
@@ -74,21 +80,91 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window", type=int, default=0, help="drafted tokens a round (default: each drafter's own)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--compile", action="store_true", help="ask the device's compiler too (minutes for 70B)")
+    parser.add_argument(
+        "--acceptance", type=Path, metavar="FOLDER",
+        help="join acceptance lengths that a run of `specjax compare` measured",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sweep", nargs="+", default=[], metavar="AXIS=LOW..HIGH",
+        help="curves over context and batch with their crossing points, as context=1k..128k batch=1..256",
+    )  # fmt: skip
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE",
+        help="draw (PNG or SVG) what is printed: components by phase, or with --acceptance acceptance against memory, "
+        "or with --sweep the curves, with their figures in a JSON file beside",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; 2 if the request makes no sense."""
     try:
+        if args.acceptance and args.sweep:
+            raise ValueError("--acceptance and --sweep are two questions: ask one at a time")
+        if args.plot:
+            pictures.check_path(args.plot)
+        axes = sweep.parse(args.sweep, preset(args.target).context_length)
+        run_ = acceptance.read_run(args.acceptance) if args.acceptance else {}
         columns = account_for(args)
+        if axes:
+            return _sweep(columns, axes, args)
+        joined = worth.join([(column.strategy, column.account) for column in columns], run_) if run_ else []
     except (ValueError, RuntimeError) as error:
         print(f"specjax: error: {error}", file=sys.stderr)
         return 2
     if args.json:
-        print(json.dumps([column.summary() for column in columns], indent=1))
+        facts = [column.summary() for column in columns]
+        print(json.dumps({"strategies": facts, "acceptance": joined} if joined else facts, indent=1))
     else:
-        Console().print(table(columns))
+        console = make_console()
+        console.print(table(columns))
+        if joined:
+            console.print(worth.table(joined), *worth.sources(joined, args.target), sep="\n")
+    if args.plot and joined:
+        pictures.pareto(joined, _title(columns[0]), args.plot)
+    elif args.plot:
+        accounts = {column.strategy.drafter: column.account for column in columns}
+        pictures.bars(accounts, _title(columns[0]), args.plot)
     return 0
+
+
+def _sweep(columns: list[Column], axes: list[sweep.Axis], args: argparse.Namespace) -> int:
+    limit = columns[0].device.limit_bytes
+    curves = [
+        sweep.curve(column.growth, axis, column.strategy.batch, column.strategy.context, limit)
+        for axis in axes
+        for column in columns
+    ]
+    values = json.dumps([curve.as_json() for curve in curves], indent=1)
+    if args.plot:
+        pictures.curves(curves, limit, _title(columns[0]), args.plot)
+        args.plot.with_suffix(".json").write_text(values + "\n")
+    if args.json:
+        print(values)
+    else:
+        make_console().print(crossings_table(curves, columns[0]))
+    return 0
+
+
+def crossings_table(curves: list[sweep.Curve], column: Column) -> Table:
+    """Where something changes, a strategy and axis a row."""
+    names = list(dict.fromkeys(name for curve in curves for name in curve.crossings))
+    shown = Table(title=_title(column), caption="the smallest size at which it is so; -: not within the sweep")
+    for name in ("strategy", "axis", *names):
+        shown.add_column(name, justify="left" if name in ("strategy", "axis") else "right")
+    for curve in curves:
+        ends = f"{curve.axis} {curve.sizes[0]} to {curve.sizes[-1]}"
+        found = (curve.crossings.get(name, "") for name in names)
+        shown.add_row(curve.strategy, ends, *("-" if size is None else str(size) for size in found))
+    return shown
+
+
+def _title(column: Column) -> str:
+    strategy = column.strategy
+    return (
+        f"{strategy.target}, batch {strategy.batch}, context {strategy.context}, {strategy.dtype}, "
+        f"on {column.layout.devices} x {column.device.name}"
+    )
 
 
 def account_for(args: argparse.Namespace) -> list[Column]:
@@ -104,25 +180,25 @@ def account_for(args: argparse.Namespace) -> list[Column]:
     if args.batch % args.data:
         raise ValueError(f"batch={args.batch}: must be a multiple of data={args.data}, so that rows can be split")
     if args.compile:
+        if device.name == hardware.HERE:
+            raise ValueError("no ahead-of-time compiler for this: `specjax compare` shows what the compiler here says")
         check_installed(device)
     columns = []
     for name in dict.fromkeys(["none", *(args.drafter or ("ngram", "early-exit", "fp8"))]):
         strategy = Strategy(args.target, name, args.batch, args.context, args.window * (name != "none"), args.dtype)
         account = strategy.account(layout.size, device.platform)
         ahead = compile_ahead(strategy, device, args.mesh, data=args.data) if args.compile else None
-        columns.append(Column(strategy, account, device, devices, ahead))
+        columns.append(Column(strategy, account, device, layout, ahead))
     return columns
 
 
 def table(columns: list[Column]) -> Table:
     """Components, phases and what is left, in GiB a device."""
     first = columns[0]
-    title = (
-        f"{first.strategy.target}, batch {first.strategy.batch}, context {first.strategy.context}, "
-        f"{first.strategy.dtype}, on {first.devices} x {first.device.name}: GiB on each device, from shapes"
-    )
     shown = Table(
-        title=title, caption="a component that no strategy has is left out; phases hold weights, KV and state too"
+        title=f"{_title(first)}: GiB on each device, from shapes",
+        caption="a component that no strategy has is left out; phases hold weights, KV and state too; usable: "
+        + first.device.limit_source,
     )
     shown.add_column("component")
     for column in columns:

@@ -4,7 +4,8 @@ Rates are peaks per device as the maker states them, dense, without sparsity. A 
 its two cores as two devices, each with half of the chip's memory and rates: entries are per device, as
 the program sees it. `usable_bytes` is what the device's compiler lets a program have, read from its own
 refusal of a larger one (libtpu 0.0.52); where there is no such figure it is `None`, and all of
-`hbm_bytes` is taken, which is too much by what the runtime keeps for itself.
+`hbm_bytes` is taken, which is too much by what the runtime keeps for itself. `this` is the machine that the
+program runs on, measured (`specjax.memory.here`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-GB, GiB, TERA = 10**9, 2**30, 10**12
+GB, GiB = 10**9, 2**30
+HERE = "this"
+
+
+PCIE4, PCIE5 = 32e9, 64e9
+"""16 lanes, one direction, before protocol overhead: PCI-SIG base specifications 4.0 and 5.0."""
+NVME_BYTES_PER_S = 7e9
+"""A PCIe 4.0 x4 drive, sequential reading: 8 GB/s of the link less overhead (a default, not a measurement)."""
+TPU_HOST, TPU_V6_HOST = 15e9, 32e9
+"""A chip to its host: jax-ml.github.io/scaling-book/tpus, "PCIe bandwidth is typically around 1.5e10 bytes/s a chip;
+Trillium has 32 GB/s"."""
 
 
 @dataclass(frozen=True)
@@ -31,32 +42,38 @@ class Device:
     topology: str | None = None  # the ahead-of-time compiler's name
     devices_per_chip: int = 1
     host_bytes_per_s: float | None = None  # to host memory, one direction
+    nvme_bytes_per_s: float | None = NVME_BYTES_PER_S  # a default, the machine's own to choose
 
     @property
     def limit_bytes(self) -> int:
         """What a program may use."""
         return self.usable_bytes or self.hbm_bytes
 
+    @property
+    def limit_source(self) -> str:
+        """What the limit rests on, and what it leaves out."""
+        if self.name == HERE:
+            return "what this machine has free now"
+        if self.usable_bytes:
+            kept = (self.hbm_bytes - self.usable_bytes) / GiB
+            return f"what its compiler allows: {kept:.2f} GiB are kept by the runtime"
+        return "all of its memory; JAX takes 75 % of it unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise"
+
 
 _TPU = "cloud.google.com/tpu/docs/"
 _SCALING = "; jax-ml.github.io/scaling-book/tpus (bandwidths)"
-PCIE4, PCIE5 = 32e9, 64e9
-"""16 lanes, one direction, before protocol overhead: PCI-SIG base specifications 4.0 and 5.0."""
-NVME_BYTES_PER_S = 7e9
-"""A PCIe 4.0 x4 drive, sequential reading: 8 GB/s of the link less overhead (a default, not a measurement)."""
-
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
         Device("tpu-v4", "tpu", 16 * GiB, 0.6e12, 137.5e12, None, 135e9, _TPU + "v4" + _SCALING,
-               int(15.25 * GiB), "v4", 2),
+               int(15.25 * GiB), "v4", 2, TPU_HOST / 2),
         Device("tpu-v5e", "tpu", 16 * GiB, 0.819e12, 197e12, None, 180e9, _TPU + "v5e" + _SCALING,
-               int(15.75 * GiB), "v5e"),
+               int(15.75 * GiB), "v5e", 1, TPU_HOST),
         Device("tpu-v5p", "tpu", 96 * GiB, 2.765e12, 459e12, 459e12, 540e9, _TPU + "v5p" + _SCALING,
-               int(95.73 * GiB), "v5p"),
+               int(95.73 * GiB), "v5p", 1, TPU_HOST),
         Device("tpu-v6e", "tpu", 32 * GiB, 1.638e12, 918e12, 918e12, 360e9, _TPU + "v6e" + _SCALING,
-               int(31.24 * GiB), "v6e"),
-        Device("tpu-v7", "tpu", 96 * GiB, 3.69e12, 1153.5e12, 2307e12, None, _TPU + "tpu7x (bandwidth: secondary)",
+               int(31.24 * GiB), "v6e", 1, TPU_V6_HOST),
+        Device("tpu-v7", "tpu", 96 * GiB, 3.69e12, 1153.5e12, 2307e12, 300e9, _TPU + "tpu7x",
                int(94.74 * GiB), "tpu7x", 2),
         Device("a100", "gpu", 80 * GB, 2.039e12, 312e12, None, 300e9,
                "NVIDIA A100 datasheet, SXM 80 GB", host_bytes_per_s=PCIE4),
@@ -82,8 +99,12 @@ def find(name: str) -> Device:
     Raises:
       ValueError: an unknown name, with the known ones.
     """
+    if name == HERE:
+        from specjax.memory import here  # measures for a second or two
+
+        return here.measure()
     if name not in DEVICES:
-        raise ValueError(f"unknown device {name!r}: choose from {', '.join(DEVICES)}")
+        raise ValueError(f"unknown device {name!r}: choose from {', '.join((*DEVICES, HERE))}")
     return DEVICES[name]
 
 

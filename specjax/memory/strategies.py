@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,6 +16,9 @@ from specjax.drafter import Drafter
 from specjax.memory.shapes import Account, Size, account, nbytes
 from specjax.memory.state import Weights
 from specjax.model import PRESETS, Llama, ModelConfig
+
+FP8 = "float8_e4m3fn"
+"""As `Strategy.dtype`: the target's linear layers in e4m3 with a scale a channel, all else in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Strategy:
     @property
     def model(self) -> Llama:
         """The target's decoder."""
-        return Llama(preset(self.target))
+        return _model(self.target, self.dtype)
 
     def shapes(self) -> tuple[decode.Program, Weights, Weights]:
         """The program, the target's weights and the drafter's, as shapes."""
@@ -44,7 +48,7 @@ class Strategy:
 
     def options(self) -> dict[str, Any]:
         """Sizes, as the functions of `specjax.memory` take them."""
-        cache_dtype = jnp.dtype(self.cache_dtype or self.dtype)
+        cache_dtype = jnp.dtype(self.cache_dtype or _base(self.dtype))
         return {"batch": self.batch, "capacity": self.context, "cache_dtype": cache_dtype}
 
     def account(self, size: Size = nbytes, backend: str = "tpu") -> Account:
@@ -84,7 +88,7 @@ def build(spec: str, window: int = 0) -> Drafter:
 
 @functools.lru_cache(maxsize=64)
 def _shapes(target: str, spec: str, window: int, dtype: str) -> tuple[decode.Program, Weights, Weights]:
-    model, drafter = Llama(preset(target)), build(spec, window)
+    model, drafter = _model(target, dtype), build(spec, window)
     drafter.check(model)
     params = _cast(model.shapes(), dtype)
     if getattr(drafter, "checkpoint", "") in PRESETS:  # weights that need not exist
@@ -94,5 +98,16 @@ def _shapes(target: str, spec: str, window: int, dtype: str) -> tuple[decode.Pro
     return decode.Program(model, drafter), params, own
 
 
+def _model(target: str, dtype: str) -> Llama:
+    return Llama(dataclasses.replace(preset(target), quantized=dtype == FP8))
+
+
+def _base(dtype: str) -> str:
+    return "bfloat16" if dtype == FP8 else dtype
+
+
 def _cast(tree: Weights, dtype: str) -> Weights:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), tree)
+    """All in one dtype, but for weights that are quantised."""
+    kept = jnp.dtype(FP8)
+    base = jnp.dtype(_base(dtype))
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, kept if leaf.dtype == kept else base), tree)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specjax import measure, prompts, provenance, verify
+from specjax import measure, offload, prompts, provenance, verify
 from specjax.cli import options
 from specjax.drafter import Drafter
 from specjax.engine import capacity_for
@@ -65,6 +65,8 @@ class Plan:
 
 def make_plan(args: argparse.Namespace) -> Plan:
     """Check everything that can be checked before weights are read."""
+    if args.offload:
+        offload.check(args.offload)
     shared_sampler = options.make_sampling(args, args.batch_size)
     source = prompts.load(args.prompts)
     specs = list(dict.fromkeys([BASELINE, *(args.drafters or DRAFTERS)]))
@@ -127,6 +129,7 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
         "seed": args.seed,
         "max_new_tokens": args.max_new_tokens,
         "batch_size": args.batch_size,
+        "offload": args.offload,
         "system": args.system,
         "end_ids": list(plan.shared.end_ids),
         **provenance.describe(),

@@ -1,0 +1,183 @@
+"""What a run's records say of a system under load: acceptance that falls, and four fingerprints.
+
+A fingerprint that the records can't show is named as not observable, with what would have to be recorded.
+
+    falling acceptance     per request: Kendall's tau of tokens emitted against the round's number, one-sided,
+                           Holm over requests, and a fall of at least FALL from the first half to the second
+    shrinking batch        rows that still decode, by round, of prompts that were decoded together
+    rejection bursts       rounds in a row that accept nothing: a token costs a whole round there
+    bandwidth, arithmetic  bytes and operations of a round, from shapes, by its measured time
+    offload queue          what is asked of the link against what it carries, where weights were offloaded
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from specjax.records import Record
+
+LEVEL = 0.01  # family-wise, over the requests of one drafter
+FALL = 0.2  # of the first half's tokens a round: smaller falls are not worth a warning
+SHORTEST = 8  # rounds: below, no order of them is rare enough
+
+
+@dataclass(frozen=True)
+class Trend:
+    """Tokens a round of one request, early and late."""
+
+    question_id: str
+    rounds: int
+    first_half: float
+    second_half: float
+    p_value: float
+    falling: bool = False
+
+    @property
+    def fall(self) -> float:
+        """Share of the first half that is lost."""
+        return 1 - self.second_half / self.first_half
+
+
+def trends(records: Sequence[Record]) -> list[Trend]:
+    """Every request of one drafter that has SHORTEST rounds; shortened rounds are left out, as they end every text."""
+    found = []
+    for record in records:
+        emitted = np.asarray(record.counts.emitted)[~np.asarray(record.counts.cut, bool)]
+        if len(emitted) < SHORTEST:
+            continue
+        halves = np.split(emitted, [len(emitted) // 2])
+        p_value = 1.0
+        if emitted.min() < emitted.max():
+            p_value = float(stats.kendalltau(np.arange(len(emitted)), emitted, alternative="less").pvalue)
+        found.append(Trend(record.question_id, len(emitted), float(halves[0].mean()), float(halves[1].mean()), p_value))
+    order = sorted(range(len(found)), key=lambda index: found[index].p_value)
+    rejecting = True
+    for place, index in enumerate(order):  # Holm 1979
+        rejecting &= found[index].p_value <= LEVEL / (len(found) - place)
+        found[index] = dataclasses.replace(found[index], falling=rejecting and found[index].fall >= FALL)
+    return found
+
+
+def effective_batch(records: Sequence[Record]) -> dict[str, Any] | None:
+    """Rows that decode at once, averaged over rounds, of those that began; `None` where rows were decoded alone."""
+    rounds, slots = 0, 0
+    for group in batches(records):
+        lengths = [len(record.counts.emitted) for record in group]
+        rounds += sum(lengths)
+        slots += max(lengths, default=0) * len(lengths)
+    if not slots or all(record.batch_rows == 1 for record in records):
+        return None
+    rows = float(np.mean([record.batch_rows for record in records]))
+    return {"rows": rows, "effective": rows * rounds / slots, "share": rounds / slots}
+
+
+def batches(records: Sequence[Record]) -> list[list[Record]]:
+    """Records that were decoded together: they stand behind each other and share their times."""
+    groups: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        key = record.session, record.capacity, record.batch_rows, record.prefill_s, record.decode_s
+        groups.setdefault(key, []).append(record)
+    return list(groups.values())
+
+
+def bursts(records: Sequence[Record]) -> dict[str, Any] | None:
+    """Rounds in a row that emit one token, though drafts were tested; `None` where nothing was drafted."""
+    lengths: list[int] = []
+    times: list[float] = []
+    tested = rejected = 0
+    for group in batches(records):
+        slowest = max(len(record.counts.emitted) for record in group)
+        for record in group:
+            drafted = np.asarray(record.counts.tested) > 0
+            nothing = drafted & (np.asarray(record.counts.accepted) == 0)
+            tested, rejected = tested + int(drafted.sum()), rejected + int(nothing.sum())
+            lengths += runs(nothing)
+            emitted = np.asarray(record.counts.emitted)
+            times += list(np.repeat(record.decode_s / max(1, slowest) / np.maximum(emitted, 1), emitted))
+    if not tested:
+        return None
+    middle, high = np.percentile(times, [50, 99])
+    return {
+        "longest": max(lengths, default=0),
+        "rejected_rounds": rejected / tested,
+        "p50_s": float(middle),
+        "p99_s": float(high),
+        "spike": float(high / middle),
+    }
+
+
+def runs(flags: np.ndarray) -> list[int]:
+    """Lengths of the runs of true values."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(flags, int), [0]])))
+    return [int(end - begin) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """One of the four, as text. `seen` is `None` where the records can't tell."""
+
+    name: str
+    seen: bool | None
+    text: str
+
+
+def fingerprints(
+    records: Sequence[Record], row: Mapping[str, Any], rates: Mapping[str, float] | None
+) -> list[Fingerprint]:
+    """The four of one drafter.
+
+    Args:
+      row: the drafter's row of `summary.json`.
+      rates: `bytes_per_s`, `flop_per_s` and `ridge` (operations a byte) of its rounds, where they are known.
+    """
+    return [_shrinking(records), _spikes(records), _bound(rates), _queue(row)]
+
+
+def _shrinking(records: Sequence[Record]) -> Fingerprint:
+    name, found = "shrinking effective batch", effective_batch(records)
+    if found is None:
+        return Fingerprint(name, None, "not observable: rows were decoded one at a time (--batch-size 1)")
+    text = f"{found['effective']:.2f} of {found['rows']:.2f} rows decode on average"
+    return Fingerprint(name, found["share"] < 1 - FALL, text)
+
+
+def _spikes(records: Sequence[Record]) -> Fingerprint:
+    name, found = "latency spikes in rejection bursts", bursts(records)
+    if found is None:
+        return Fingerprint(name, None, "not observable: nothing was drafted")
+    text = (
+        f"up to {found['longest']} rounds in a row accept nothing, {found['rejected_rounds']:.0%} of all that drafted; "
+        f"a token takes {found['p99_s'] * 1e3:.1f} ms at p99, {found['spike']:.2f} x the median "
+        "(of rounds of equal time: single rounds are not timed)"
+    )
+    return Fingerprint(name, found["spike"] > 1 + FALL and found["longest"] > 1, text)
+
+
+def _bound(rates: Mapping[str, float] | None) -> Fingerprint:
+    name = "high bandwidth with moderate compute"
+    if rates is None:
+        return Fingerprint(name, None, "not observable: the run did not time its rounds' halves")
+    intensity = rates["flop_per_s"] / rates["bytes_per_s"]
+    text = f"{rates['bytes_per_s'] / 1e9:.1f} GB/s and {rates['flop_per_s'] / 1e9:.1f} GFLOP/s: {intensity:.1f} a byte"
+    if "ridge" not in rates:
+        return Fingerprint(name, None, text + "; against which peak is not observable: give --device")
+    text += f", the device's ridge is at {rates['ridge']:.0f}; {rates['share']:.0%} of its bandwidth"
+    return Fingerprint(name, intensity < rates["ridge"] and rates["share"] > 0.5, text)
+
+
+def _queue(row: Mapping[str, Any]) -> Fingerprint:
+    name = "growing offload queue"
+    if not row.get("offloaded_bytes"):
+        return Fingerprint(name, None, "not observable: nothing was offloaded (--offload host)")
+    if not row.get("fetch_s") or row.get("draft_s") is None:
+        return Fingerprint(name, None, "not observable: the fetch or the round was not timed")
+    round_s = row["draft_s"] + row["verify_s"]
+    asked, carried = row["offloaded_bytes"] / round_s, row["offloaded_bytes"] / row["fetch_s"]
+    text = f"{asked / 1e9:.2f} GB/s asked (a fetch a round), {carried / 1e9:.2f} GB/s carried when measured apart"
+    return Fingerprint(name, asked > carried, text)

@@ -1,0 +1,167 @@
+"""How many tokens a round is expected to emit: from one acceptance rate, or from what a run measured.
+
+With S_k the share of rounds in which at least k drafts are accepted, a window of K emits
+
+    E = 1 + S_1 + ... + S_K
+
+tokens a round. If every token is accepted independently with probability alpha, S_k = alpha^k and
+E = (1 - alpha^(K + 1)) / (1 - alpha): Leviathan et al. 2023 (arXiv 2211.17192), equation 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax import records as records_of
+from specjax.drafter import Drafter
+from specjax.types import Counts
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Acceptance by position. `survival[k - 1]` is S_k; beyond its end the last ratio goes on."""
+
+    survival: tuple[float, ...]
+    source: str  # as it is printed beside every figure that rests on it
+    assumed: bool = False
+
+    @classmethod
+    def constant(cls, alpha: float) -> Profile:
+        """Every token accepted with probability `alpha`, whatever came before: an assumption."""
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"acceptance {alpha:g}: must be a probability, 0 to 1, or a run folder")
+        return cls((alpha,), f"assumed: each drafted token accepted with probability {alpha:g}", assumed=True)
+
+    @classmethod
+    def conditional(cls, rates: Sequence[float], source: str) -> Profile:
+        """From the acceptance at each position among the rounds that reached it; all rounds draft."""
+        return cls(tuple(itertools.accumulate(rates, lambda a, b: a * b)), source)
+
+    @classmethod
+    def counted(cls, counts: Sequence[Counts], source: str) -> Profile:
+        """From raw counts; rounds that drafted nothing count, as they do in an acceptance length."""
+        emitted = np.concatenate([np.asarray(prompt.emitted, np.int64) for prompt in counts] or [np.zeros(0, np.int64)])
+        emitted = emitted[emitted > 0]
+        longest = int(emitted.max(initial=1)) - 1
+        return cls(tuple(float(np.mean(emitted > k)) for k in range(1, longest + 1)), source)
+
+    def expected_tokens(self, window: int) -> float:
+        """Tokens a round of `window` drafts emits on average, the further one included."""
+        known = self.survival[:window]
+        total, last = 1.0 + sum(known), known[-1] if known else 0.0
+        for _ in range(window - len(known)):
+            last *= self.ratio
+            total += last
+        return total
+
+    @property
+    def ratio(self) -> float:
+        """The last position's conditional rate, which stands for those beyond."""
+        if not self.survival:
+            return 0.0
+        before = self.survival[-2] if len(self.survival) > 1 else 1.0
+        return self.survival[-1] / before if before else 0.0
+
+    def note(self, window: int) -> str:
+        """What a window beyond the measured positions assumes; empty within."""
+        if self.assumed or window <= len(self.survival):
+            return ""
+        return f"beyond position {len(self.survival)}, not measured, {self.ratio:.2f} of what came before is assumed"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run says of one drafter."""
+
+    profile: Profile
+    acceptance_length: float
+    interval: tuple[float, float] | None
+    target: str
+    settings: str
+
+
+def read_run(folder: Path) -> dict[str, Measured]:
+    """Acceptance of every drafter of a run folder, by the name that the run gave it.
+
+    Raises:
+      ValueError: no folder of a run that ended, or a damaged one.
+    """
+    summary, manifest, records = records_of.read_run(folder)
+    try:
+        target = manifest["target"]["name"]
+        found = {}
+        for row in summary["rows"]:
+            if row["acceptance_length"] is None:
+                continue
+            source = f"measured on {target}, {row['rounds']} rounds, {folder}"
+            counts = [record.counts for record in records if record.drafter == row["drafter"]]
+            profile = Profile.counted(counts, source) if counts else Profile.conditional(row["per_position"], source)
+            interval = row["acceptance_length_interval"]
+            found[row["drafter"]] = Measured(
+                profile, row["acceptance_length"], interval and tuple(interval), target, row["settings"]
+            )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder} was not written by this version: {type(error).__name__}: {error}") from error
+    return found
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Profiles by drafter, and one for all others. `Nothing` given is an assumption that says so."""
+
+    by_name: Mapping[str, Profile]
+    default: Profile | None
+
+    @classmethod
+    def parse(cls, texts: Sequence[str], assumed: float | None = None) -> Acceptance:
+        """From `0.7`, `fp8=0.95` and run folders, later ones first; `assumed` for what none of them names."""
+        by_name: dict[str, Profile] = {}
+        default = None if assumed is None else Profile.constant(assumed)
+        for text in texts:
+            name, equals, value = text.rpartition("=")
+            if equals and not Path(text).exists():
+                by_name[name] = Profile.constant(_probability(value))
+            elif Path(text).is_dir() or not _is_number(text):
+                by_name |= {name: measured.profile for name, measured in read_run(Path(text)).items()}
+            else:
+                default = Profile.constant(_probability(text))
+        return cls(by_name, default)
+
+    def of(self, spec: str) -> Profile | None:
+        """The profile of a drafter by its full text, else by its name without settings."""
+        return self.by_name.get(spec, self.by_name.get(spec.partition(":")[0], self.default))
+
+
+def match(spec: str, drafter: Drafter, run: Mapping[str, Measured]) -> Measured | None:
+    """The run's entry for a strategy: of the same text, else of the same settings, else of the same name."""
+    if spec in run:
+        return run[spec]
+    same = [measured for measured in run.values() if measured.settings == repr(drafter)]
+    return same[0] if same else run.get(spec.partition(":")[0])
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _probability(text: str) -> float:
+    if not _is_number(text):
+        raise ValueError(f"acceptance {text!r}: give a probability, DRAFTER=PROBABILITY or a run folder")
+    return float(text)
+
+
+def as_json(profile: Profile | None) -> dict[str, Any] | None:
+    """Plain values."""
+    if profile is None:
+        return None
+    return {"survival": list(profile.survival), "source": profile.source, "assumed": profile.assumed}

@@ -1,0 +1,100 @@
+"""What may leave the device's memory, at which rate it must travel, and the queue that grows if it can't.
+
+    may leave   committed KV     written out as tokens are accepted: tokens/s x bytes a token; it must come back
+                                 for every round that attends to it, and a round attends to all of it
+                drafter weights  idle between drafts: all of them come in before each draft
+    must stay   the live window, which a verdict may roll back; laws and logits; the target's weights
+
+A link that is slower than what is asked of it leaves a queue that grows by the difference, rate in - rate out,
+for as long as the load lasts. All figures are predictions, for one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from rich import box
+from rich.table import Table
+
+from specjax.memory.hardware import Device
+from specjax.memory.planner import PLAIN, GiB, Option, Question
+from specjax.memory.roofline import Prediction, RoundTime
+from specjax.memory.shapes import Account
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Move:
+    """Bytes that could lie in a slower tier."""
+
+    name: str
+    freed_bytes: int  # of the device's memory, while they are away
+    rate_bytes_per_s: float  # that the link must carry for the device not to wait
+
+
+def moves(account: Account, prediction: Prediction, context: int) -> Iterator[Move]:
+    """All that may leave, for a strategy at full load."""
+    kv, weights = account.bytes("target KV, committed"), account.bytes("drafter weights")
+    per_token = kv / (prediction.batch * context)
+    rounds_per_s = 1 / prediction.time.round_s
+    yield Move("committed KV, out as accepted", kv, prediction.tokens_per_s * per_token)
+    yield Move("committed KV, back for each round", kv, kv * rounds_per_s)
+    if weights:
+        yield Move("drafter weights, in for each draft", weights, weights * rounds_per_s)
+
+
+def offloaded_account(account: Account) -> Account:
+    """The account of a strategy whose drafter's weights lie in host memory: the device holds them while it drafts."""
+    return replace(
+        account,
+        components=tuple(
+            replace(part, phases=("draft",)) if part.name == "drafter weights" else part for part in account.components
+        ),
+    )
+
+
+def queue_growth(rate_in: float, rate_out: float) -> float:
+    """Bytes a second by which a queue grows: rate in - rate out, or nothing."""
+    return max(0.0, rate_in - rate_out)
+
+
+def offloaded(prediction: Prediction, weights_bytes: int, link_bytes_per_s: float) -> Prediction:
+    """The same strategy with its drafter's weights fetched before each draft, without overlap."""
+    time = prediction.time
+    return replace(prediction, time=RoundTime(time.draft_s + weights_bytes / link_bytes_per_s, time.verify_s))
+
+
+def links(device: Device) -> dict[str, float]:
+    """Rates to the tiers that are known."""
+    rates = {"host memory": device.host_bytes_per_s, "NVMe": device.nvme_bytes_per_s}
+    return {name: rate for name, rate in rates.items() if rate}
+
+
+def table(question: Question, options: Sequence[Option]) -> Table:
+    """What each strategy would ask of the links to slower tiers."""
+    known = links(question.device)
+    shown = Table(
+        title="tiers, PREDICTED, one device: "
+        + ", ".join(f"{name} at {rate / GB:g} GB/s" for name, rate in known.items()),
+        caption="queue: rate in - rate out at full load; must stay: live window, laws, logits, target weights",
+        box=box.SIMPLE_HEAD,
+    )
+    for column in ("strategy", "may leave", "frees GiB", "needs GB/s", *(f"queue, {name}" for name in known)):
+        shown.add_column(column, justify="left" if column in ("strategy", "may leave") else "right")
+    shown.add_column("speedup, fetched", justify="right")
+    for option in options:
+        found = option.prediction
+        account = question.growths[option.spec].account(found.batch, question.context, found.window)
+        for move in moves(account, found, question.context):
+            grows = (queue_growth(move.rate_bytes_per_s, rate) / GB for rate in known.values())
+            fetched = ""
+            if move.name.startswith("drafter") and "host memory" in known:
+                fetched = f"{offloaded(found, move.freed_bytes, known['host memory']).speedup:.2f}"
+            shown.add_row(
+                option.spec + (f" {found.window}" if option.spec != PLAIN else ""), move.name,
+                f"{move.freed_bytes / GiB:.2f}", f"{move.rate_bytes_per_s / GB:.2f}",
+                *("none" if not growth else f"+{growth:.1f} GB/s" for growth in grows), fetched,
+            )  # fmt: skip
+    return shown

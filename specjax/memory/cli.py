@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -52,6 +53,7 @@ class Column:
             "longest_context": growth.longest_context(limit, longest),
             "compiler_bytes": figures.total_bytes if figures else None,
             "compiler_refusal": self.ahead.refusal if self.ahead else None,
+            "compiler_temporaries": dict(figures.temporaries) if figures else None,
         }
 
 
@@ -73,13 +75,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=8192, help="cache slots a row")
     parser.add_argument("--window", type=int, default=0, help="drafted tokens a round (default: each drafter's own)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--compile", action="store_true", help="ask the device's compiler too (minutes for 70B)")
+    parser.add_argument("--compile", action="store_true", help="ask the device's compiler too (a minute a strategy)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; 2 if the request makes no sense."""
     try:
+        if args.device in hardware.DEVICES:  # nothing runs here: don't start a device, nor lock its compiler out
+            jax.config.update("jax_platforms", "cpu")
         columns = account_for(args)
     except (ValueError, RuntimeError) as error:
         print(f"specjax: error: {error}", file=sys.stderr)
@@ -88,6 +92,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps([column.summary() for column in columns], indent=1))
     else:
         Console().print(table(columns))
+        for column in columns:
+            if column.ahead:
+                print(f"{column.strategy.drafter}: {column.ahead}")
     return 0
 
 

@@ -89,30 +89,32 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=None, help="rows to compile at most")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after that time")
     parser.add_argument("--device", default="", help="only this device")
-    parser.add_argument("--drafter", default="", help="only this drafter")
+    parser.add_argument("--target", default="", help="only this target")
     arguments, begin = parser.parse_args(), time.monotonic()
-    path = HERE / "memory_table.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    done, failed = {_key(row) for row in rows}, 0
+    path, failed = HERE / "memory_table.jsonl", 0
     for device, mesh, strategy in cells():
         key = _key({"device": device, "mesh": mesh, **strategy.asdict()})
-        wanted = arguments.device in ("", device) and arguments.drafter in ("", strategy.drafter)
+        wanted = arguments.device in ("", device) and arguments.target in ("", strategy.target)
         late = time.monotonic() - begin > arguments.seconds
-        if key in done or not wanted or arguments.limit == 0 or late:
+        if not wanted or late or arguments.limit == 0 or key in map(_key, _read(path)):
             continue
         try:
-            rows.append(measure(device, mesh, strategy))
+            row = measure(device, mesh, strategy)
         except RuntimeError as error:  # the other rows are worth having
             failed += 1
             print(f"{device} {mesh} {strategy.target} {strategy.drafter}: {error}", file=sys.stderr, flush=True)
             continue
         with path.open("a") as file:
-            file.write(json.dumps(rows[-1]) + "\n")
-        print(_line(rows[-1]), flush=True)
+            file.write(json.dumps(row) + "\n")
+        print(_line(row), flush=True)
         arguments.limit = arguments.limit and arguments.limit - 1
     order = [_key({"device": device, "mesh": mesh, **strategy.asdict()}) for device, mesh, strategy in cells()]
-    (HERE / "memory_table.md").write_text(table(sorted(rows, key=lambda row: order.index(_key(row)))))
+    (HERE / "memory_table.md").write_text(table(sorted(_read(path), key=lambda row: order.index(_key(row)))))
     return min(failed, 1)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:

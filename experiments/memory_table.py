@@ -4,14 +4,16 @@
     python -m specjax.experiments.memory_table            # missing rows are compiled, one at a time
     python -m specjax.experiments.memory_table --limit 0  # only writes the table again
 
-Rows go to `memory_table.jsonl` as they are done; `memory_table.md` is the table of them. Nothing is
-allocated on a device: none is needed. A 70B round takes the compilers a minute or a few.
+Rows go to `memory_table.jsonl` as they are known; `memory_table.md` is the table of them. Nothing is
+allocated on a device: none is needed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,98 +24,162 @@ from specjax.memory.sharding import layout
 from specjax.memory.strategies import Strategy
 
 HERE = Path(__file__).parent
-WINDOW = 5
-DRAFTERS = ("none", "ngram", "early-exit", "fp8", "fp8:kv=own", "external:llama-3.1-8b", "external")
+WINDOW, SHOWN = 5, 12
+DRAFTERS = ("none", "ngram", "early-exit", "fp8", "fp8:kv=own", "external")
+SMALL, LARGE = "llama-3.1-8b", "llama-3.1-70b"
 PLACES = (
-    ("h100", "1", "llama-3.1-8b", 8, 4096),
-    ("tpu-v5p", "2x2x2", "llama-3.1-70b", 16, 8192),
-    ("tpu-v5e", "2x2", "llama-3.1-8b", 8, 4096),
-    ("tpu-v6e", "2x2", "llama-3.1-8b", 8, 8192),
-    ("tpu-v5p", "2x2x1", "llama-3.1-8b", 4, 131_072),
-    ("tpu-v5e", "4x4", "llama-3.1-70b", 4, 2048),
-    ("tpu-v6e", "2x4", "llama-3.1-70b", 4, 32_768),
-)
+    ("tpu-v5e", "1x1", SMALL, 8, 4096, ("none",)),  # does not fit
+    ("tpu-v5e", "2x2", SMALL, 8, 4096, DRAFTERS),
+    ("tpu-v5p", "2x2x2", LARGE, 16, 8192, DRAFTERS),
+    ("tpu-v6e", "2x2", SMALL, 1, 131_072, DRAFTERS),
+    ("h100", "1", SMALL, 8, 4096, DRAFTERS),
+    ("tpu-v6e", "2x4", LARGE, 4, 32_768, DRAFTERS),
+    ("tpu-v5e", "4x4", LARGE, 4, 2048, DRAFTERS),
+    ("tpu-v5p", "2x2x1", SMALL, 4, 131_072, DRAFTERS),
+    ("tpu-v5e", "2x4", SMALL, 1, 131_072, DRAFTERS),
+    ("tpu-v6e", "2x2", SMALL, 8, 2048, DRAFTERS),
+    ("tpu-v5p", "2x2x2", LARGE, 1, 131_072, DRAFTERS),
+    ("tpu-v5p", "2x2x1", SMALL, 8, 4096, DRAFTERS),
+    ("h200", "1", SMALL, 8, 4096, ("early-exit",)),
+    ("b200", "1", SMALL, 8, 4096, ("early-exit",)),
+    ("tpu-v4", "2x2x1", SMALL, 8, 4096, ("early-exit",)),
+    ("tpu-v7", "2x2x1", SMALL, 8, 4096, ("early-exit",)),
+)  # fmt: skip
 
 
 def cells() -> Iterator[tuple[str, str, Strategy]]:
-    """Every place with every drafter; a model does not draft for itself."""
-    for device, mesh, target, batch, context in PLACES:
-        for drafter in DRAFTERS:
-            if drafter != f"external:{target}":
-                yield device, mesh, Strategy(target, drafter, batch, context, WINDOW * (drafter != "none"))
+    """Every place with its drafters."""
+    for device, mesh, target, batch, context, drafters in PLACES:
+        for drafter in drafters:
+            yield device, mesh, Strategy(target, drafter, batch, context, WINDOW * (drafter != "none"))
 
 
-def measure(device: str, mesh: str, strategy: Strategy) -> dict[str, Any]:
+def measure(name: str, mesh: str, strategy: Strategy) -> dict[str, Any]:
     """One row: bytes per device from shapes and from the compiler."""
-    hardware_ = hardware.find(device)
-    devices = hardware.chips(mesh) * hardware_.devices_per_chip
-    account = strategy.account(layout(devices, strategy.model.config.num_kv_heads).size, hardware_.platform)
-    found = compile_ahead(strategy, hardware_, mesh)
-    return {
-        "device": device,
+    device = hardware.find(name)
+    devices = hardware.chips(mesh) * device.devices_per_chip
+    account = strategy.account(layout(devices, strategy.model.config.num_kv_heads).size, device.platform)
+    found = compile_ahead(strategy, device, mesh)
+    peak, figures = account.peak_phase, found.figures
+    row = {
+        "device": name,
         "mesh": mesh,
         **strategy.asdict(),
         "shapes_bytes": account.needed_bytes,
-        "held_bytes": account.needed_bytes - account.phase_bytes(account.peak_phase, "buffers"),
-        "compiler_bytes": found.figures.total_bytes,
-        "argument_bytes": found.figures.argument_bytes,
-        "temp_bytes": found.figures.temp_bytes,
-        "alias_bytes": found.figures.alias_bytes,
+        "buffer_bytes": account.phase_bytes(peak, "buffers"),
+        "weight_and_kv_bytes": account.phase_bytes(peak, "weights") + account.phase_bytes(peak, "kv"),
+        "seconds": round(found.seconds, 1),
         "refusal": found.refusal,
-        "compile_s": round(found.compile_s, 1),
-        "largest": found.largest,
+    }
+    if figures is None:
+        return row | {"compiler_bytes": None}
+    others = sum(size for _, size in figures.temporaries[SHOWN:])
+    return row | {
+        "compiler_bytes": figures.total_bytes,
+        "argument_bytes": figures.argument_bytes,
+        "temp_bytes": figures.temp_bytes,
+        "on_chip_bytes": figures.on_chip_bytes,
+        "temporaries": [*figures.temporaries[:SHOWN], *([("others", others)] if others else [])],
     }
 
 
-def main() -> None:
-    """Compile what is missing, and write the table."""
+def main() -> int:
+    """Compile what is missing, and write the table; 1 if a compiler failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=None, help="rows to compile at most")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after that time")
     parser.add_argument("--device", default="", help="only this device")
-    parser.add_argument("--drafter", default="", help="only this drafter")
-    arguments = parser.parse_args()
-    path = HERE / "memory_table.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    done = {_key(row) for row in rows}
+    parser.add_argument("--target", default="", help="only this target")
+    arguments, begin = parser.parse_args(), time.monotonic()
+    path, failed = HERE / "memory_table.jsonl", 0
     for device, mesh, strategy in cells():
         key = _key({"device": device, "mesh": mesh, **strategy.asdict()})
-        wanted = arguments.device in ("", device) and arguments.drafter in ("", strategy.drafter)
-        if key in done or not wanted or arguments.limit == 0:
+        wanted = arguments.device in ("", device) and arguments.target in ("", strategy.target)
+        late = time.monotonic() - begin > arguments.seconds
+        if not wanted or late or arguments.limit == 0 or key in map(_key, _read(path)):
             continue
-        rows.append(measure(device, mesh, strategy))
+        try:
+            row = measure(device, mesh, strategy)
+        except RuntimeError as error:  # the other rows are worth having
+            failed += 1
+            print(f"{device} {mesh} {strategy.target} {strategy.drafter}: {error}", file=sys.stderr, flush=True)
+            continue
         with path.open("a") as file:
-            file.write(json.dumps(rows[-1]) + "\n")
-        print(_line(rows[-1]), flush=True)
+            file.write(json.dumps(row) + "\n")
+        print(_line(row), flush=True)
         arguments.limit = arguments.limit and arguments.limit - 1
-    (HERE / "memory_table.md").write_text(table(rows))
+    order = [_key({"device": device, "mesh": mesh, **strategy.asdict()}) for device, mesh, strategy in cells()]
+    (HERE / "memory_table.md").write_text(table(sorted(_read(path), key=lambda row: order.index(_key(row)))))
+    return min(failed, 1)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("device", "mesh", "target", "drafter", "batch", "context", "window"))
 
 
+HEAD = (
+    "device", "mesh", "target", "drafter", "batch", "context", "shapes GiB", "compiler GiB", "difference",
+    "arguments' padding MiB", "temporaries MiB", "of them from shapes MiB", "beyond, of weights + KV", "seconds",
+)  # fmt: skip
+INTRODUCTION = """Bytes per device of the compiled, donated round (propose, verify, commit; window 5, bfloat16), from
+shapes and from the device's own compiler. Written by `memory_table.py`.
+
+The difference is the padding of arguments to tiles, and temporaries beyond those that shapes name (laws, logits,
+attention scores). A compiler's bytes are those that it assigned in HBM: a TPU's vector memory is not in them.
+"""
+
+
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows in Markdown."""
-    names = "device", "mesh", "target", "drafter", "batch", "context", "shapes GiB", "compiler GiB", "difference"
-    head = [*names, "temporaries MiB", "of weights + KV", "compile s"]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head), *map(_line, rows)]
-    return "Bytes per device, written by `memory_table.py`.\n\n" + "\n".join(lines) + "\n"
+    """The rows in Markdown, and below them every row's largest temporaries."""
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD), *map(_line, rows)]
+    parts = [INTRODUCTION, *_summary(rows), "", *lines, "", "## The largest temporaries", ""]
+    return "\n".join([*parts, *(_named(row) for row in rows if row["compiler_bytes"])]) + "\n"
+
+
+def _summary(rows: list[dict[str, Any]]) -> Iterator[str]:
+    for platform in ("tpu", "gpu"):
+        found = [row for row in rows if hardware.find(row["device"]).platform == platform and row["compiler_bytes"]]
+        if found:
+            furthest = max(found, key=lambda row: abs(_difference(row)))
+            most = max(found, key=_beyond)
+            yield (
+                f"- {platform.upper()}: {len(found)} rows; furthest from the shapes {_difference(furthest):+.2%} "
+                f"({furthest['device']}, {furthest['target']}, {furthest['drafter']}); temporaries beyond the named "
+                f"ones at most {_beyond(most):.2%} of weights + KV; the slowest took "
+                f"{max(row['seconds'] for row in found):.0f} s."
+            )
+
+
+def _difference(row: dict[str, Any]) -> float:
+    return row["compiler_bytes"] / row["shapes_bytes"] - 1
+
+
+def _beyond(row: dict[str, Any]) -> float:
+    return max(0, row["temp_bytes"] - row["buffer_bytes"]) / row["weight_and_kv_bytes"]
 
 
 def _line(row: dict[str, Any]) -> str:
-    cells_ = [str(row[name]) for name in ("device", "mesh", "target", "drafter", "batch", "context")]
-    cells_.append(f"{row['shapes_bytes'] / 2**30:.3f}")
+    shown = [str(row[name]) for name in HEAD[:6]] + [f"{row['shapes_bytes'] / 2**30:.3f}"]
     if row["compiler_bytes"] is None:
-        cells_ += ["does not fit" if row["refusal"] else "unknown", "", "", ""]
+        shown += ["unknown", *[""] * 5]
     else:
-        cells_ += [
-            f"{row['compiler_bytes'] / 2**30:.3f}",
-            f"{row['compiler_bytes'] / row['shapes_bytes'] - 1:+.2%}",
-            f"{row['temp_bytes'] / 2**20:.0f}",
-            f"{row['temp_bytes'] / row['held_bytes']:.2%}",
-        ]
-    return "| " + " | ".join([*cells_, f"{row['compile_s']:.0f}"]) + " |"
+        padding = row["argument_bytes"] + row["buffer_bytes"] - row["shapes_bytes"]
+        mebibytes = (f"{size / 2**20:.1f}" for size in (padding, row["temp_bytes"], row["buffer_bytes"]))
+        fits = ", does not fit" if row["refusal"] else ""
+        shown += [f"{row['compiler_bytes'] / 2**30:.3f}{fits}", f"{_difference(row):+.2%}"]
+        shown += [*mebibytes, f"{_beyond(row):.2%}"]
+    return "| " + " | ".join([*shown, f"{row['seconds']:.0f}"]) + " |"
+
+
+def _named(row: dict[str, Any]) -> str:
+    where = f"{row['device']} {row['mesh']}, {row['target']}, {row['drafter']}, {row['batch']} x {row['context']}"
+    parts = (f"{size / 2**20:.1f} MiB `{name}`" for name, size in row["temporaries"][:4])
+    return f"- {where}: " + ", ".join(parts)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -39,12 +39,12 @@ def write(
 
     `dynamic_update_slice` would clamp instead, and overwrite committed slots at the end of the cache.
     """
-    batch, _, capacity, _ = slots.shape
+    batch, heads, capacity, _ = slots.shape
     index = start[:, None] + jnp.arange(rows.shape[2], dtype=start.dtype)[None]
     index = jnp.where(index < 0, capacity, index)  # a negative index would wrap
-    row = jnp.arange(batch, dtype=start.dtype)[:, None]
-    values = jnp.swapaxes(rows, 1, 2).astype(slots.dtype)
-    return slots.at[row, :, index].set(values, mode="drop", unique_indices=True)
+    row = jnp.arange(batch, dtype=start.dtype)[:, None, None]
+    head = jnp.arange(heads, dtype=start.dtype)[None, :, None]
+    return slots.at[row, head, index[:, None]].set(rows.astype(slots.dtype), mode="drop", unique_indices=True)
 
 
 def commit_path(cache: SlotTree, start: Int[Array, "B"], path: Int[Array, "B K"]) -> SlotTree:

@@ -11,14 +11,19 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from specjax.memory import hardware
-from specjax.memory.compiler import Compiled
+from specjax.memory.assignment import Assignment, read_dump
+from specjax.memory.refusal import read_refusal
 from specjax.memory.strategies import Strategy
 
 TIMEOUT_S = 600
+SURELY_FITS = 0.95
+"""Of a device's memory: the program itself lies there too, and is not known before it is made."""
 
 
 class CompilerMissingError(RuntimeError):
@@ -27,39 +32,66 @@ class CompilerMissingError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ahead:
-    """One compilation: figures per device, or why there are none (`refusal`: it does not fit, in its words)."""
+    """One compilation: what a device holds, or why that is not known (`refusal`: it does not fit, in its words)."""
 
-    figures: Compiled
+    figures: Assignment | None
     refusal: str
-    compile_s: float
-    largest: tuple[tuple[str, int], ...] = ()  # temporaries by their operation, the largest first
+    seconds: float  # all of it: a process that starts, traces and compiles until buffers are assigned
+
+    def __str__(self) -> str:
+        """One line: where the bytes are, or what did not fit."""
+        parts = [f"does not fit: {read_refusal(self.refusal)}"] if self.refusal else []
+        if self.figures is not None:
+            largest = (f"{name} {size / 2**20:.1f}" for name, size in self.figures.temporaries[:3])
+            argument_gib, temp_mib = self.figures.argument_bytes / 2**30, self.figures.temp_bytes / 2**20
+            parts.append(f"arguments {argument_gib:.3f} GiB, temporaries {temp_mib:.1f} MiB ({', '.join(largest)})")
+        return "; ".join(parts) or "unknown: the compiler gave no figures"
 
 
 def compile_ahead(strategy: Strategy, device: hardware.Device, mesh: str, *, data: int = 1) -> Ahead:
-    """Compile a strategy's donated round for `mesh` of `device`.
+    """Compile a strategy's donated round for `mesh` of `device`, until its buffers are assigned.
+
+    What comes after, code for every operation, takes most of the time and changes no buffer. Only a program
+    that may be too large is compiled to the end: the compiler refuses it then, and says why.
 
     Raises:
       CompilerMissingError: with the extra that installs it.
       RuntimeError: the child process failed for another reason than memory, with the end of what it said.
     """
     check_installed(device)
-    request = {"strategy": strategy.asdict(), "device": device.name, "mesh": mesh, "data": data}
     begin = time.perf_counter()
-    child = subprocess.run(
-        [sys.executable, "-m", "specjax.memory.ahead_child"],
-        input=json.dumps(request),
-        env=_environment(device, mesh),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    seconds = time.perf_counter() - begin
-    answer = child.stdout.rpartition("\n{")[2] if "\n{" in child.stdout else child.stdout.removeprefix("{")
-    if child.returncode or not answer:
-        raise RuntimeError(f"compiling for {device.name} {mesh} failed:\n{child.stderr[-1500:]}")
-    found = json.loads("{" + answer)
-    return Ahead(Compiled(*found["figures"]), found["refusal"], seconds, tuple(map(tuple, found["largest"])))
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "w+") as log:
+        request = {"strategy": strategy.asdict(), "device": device.name, "mesh": mesh, "data": data, "folder": folder}
+        child = subprocess.Popen(
+            [sys.executable, "-m", "specjax.memory.ahead_child", json.dumps(request)],
+            env=_environment(device, mesh),
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        try:
+            figures = _wait(child, folder, device.limit_bytes)
+            if figures is not None and child.poll() is None:
+                return Ahead(figures, "", time.perf_counter() - begin)
+            said, _ = child.communicate(timeout=TIMEOUT_S)
+        finally:
+            child.kill()
+            child.wait()
+        if child.returncode:
+            log.seek(0)
+            raise RuntimeError(f"compiling for {device.name} {mesh} failed:\n{log.read()[-1500:]}")
+        return Ahead(read_dump(folder), json.loads(said.splitlines()[-1])["refusal"], time.perf_counter() - begin)
+
+
+def _wait(child: subprocess.Popen[str], folder: str, limit_bytes: int) -> Assignment | None:
+    """The assignment as soon as it is there and surely fits; `None` if the child must say more, or has ended."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while child.poll() is None and time.monotonic() < deadline:
+        found = read_dump(folder)
+        if found is not None:
+            return found if found.total_bytes < SURELY_FITS * limit_bytes else None
+        time.sleep(0.1)
+    return None
 
 
 def check_installed(device: hardware.Device) -> None:
@@ -92,6 +124,7 @@ def _environment(device: hardware.Device, mesh: str) -> dict[str, str]:
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_ACCELERATOR_TYPE": f"{device.topology}:{mesh}",
             "TPU_WORKER_HOSTNAMES": "localhost",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # whoever else has it loaded, this process runs nothing on a TPU
         }
     else:
         spec = importlib.util.find_spec("nvidia.cu13")

@@ -1,12 +1,9 @@
-"""The child process of `specjax.memory.ahead`: a request as JSON on stdin, figures as JSON on stdout."""
+"""The child process of `specjax.memory.ahead`: a request as JSON in, a refusal as JSON out."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import re
 import sys
-from collections import Counter
 from typing import Any
 
 import jax
@@ -14,36 +11,42 @@ from jax.experimental import topologies
 
 from specjax import decode
 from specjax.memory import hardware, sharding
-from specjax.memory.compiler import Compiled, read
+from specjax.memory.assignment import dump_options
+from specjax.memory.gpu_targets import GPU_TARGETS
 from specjax.memory.shapes import is_cache
 from specjax.memory.state import state_shapes
 from specjax.memory.strategies import Strategy
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Compile, and read the figures, or the compiler's refusal."""
+def answer(request: dict[str, Any]) -> dict[str, str]:
+    """Compile, with the buffers' assignment written where the parent waits for it; or the compiler's refusal."""
     strategy, device = Strategy(**request["strategy"]), hardware.find(request["device"])
     devices = topology(device, request["mesh"])
     layout = sharding.layout(len(devices), strategy.model.config.num_kv_heads, data=request["data"])
     try:
-        executable = lower(strategy, layout, devices).compile()
+        lower(strategy, layout, devices).compile(compiler_options=dump_options(request["folder"]))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        nothing = dataclasses.astuple(Compiled(None, None, None, None))
-        return {"figures": nothing, "refusal": str(error)[:4000], "largest": []}
-    return {"figures": dataclasses.astuple(read(executable)), "refusal": "", "largest": largest(executable)}
+        return {"refusal": str(error)[:20_000]}
+    return {"refusal": ""}
 
 
 def topology(device: hardware.Device, mesh: str) -> Any:
     """The devices of a machine that is not here."""
     if device.platform == "tpu":
-        return topologies.get_topology_desc(platform="tpu", topology_name=f"{device.topology}:{mesh}").devices
+        sizes = [int(part) for part in mesh.split("x")]
+        host = [min(2, size) for size in sizes[:2]]  # chips of one host: 2x2x1, or fewer in a mesh that is smaller
+        return topologies.get_topology_desc(
+            platform="tpu",
+            topology_name=f"{device.topology}:{mesh}",
+            chips_per_host_bounds=[*host, *(1,) * (3 - len(host))],
+        ).devices
     return topologies.get_topology_desc(
         platform="cuda",
         topology_name=device.topology or "",
         topology=f"1x1x{hardware.chips(mesh)}",
-        target_config=hardware.GPU_TARGETS[device.name],
+        target_config=GPU_TARGETS[device.name].proto,
     ).devices
 
 
@@ -78,22 +81,5 @@ def place_state(layout: sharding.Layout, mesh: Any, state: Any) -> Any:
     return placed
 
 
-_SHAPE = re.compile(r"= ([a-z0-9]+)\[([0-9,]*)\]\S* ([a-z-]+)\(")
-_WIDTH = {"f32": 4, "bf16": 2, "s32": 4, "pred": 1, "f8e4m3fn": 1, "u32": 4, "f16": 2, "s8": 1, "u8": 1}
-
-
-def largest(executable: jax.stages.Compiled, count: int = 5) -> list[tuple[str, int]]:
-    """The largest results of the compiled program by operation and shape: candidates for its temporaries."""
-    found: Counter[str] = Counter()
-    for kind, sizes, operation in _SHAPE.findall(executable.as_text() or ""):
-        if operation in ("parameter", "get-tuple-element", "bitcast", "tuple"):
-            continue
-        size = _WIDTH.get(kind, 4)
-        for part in filter(None, sizes.split(",")):
-            size *= int(part)
-        found[f"{operation} {kind}[{sizes}]"] = size
-    return found.most_common(count)
-
-
 if __name__ == "__main__":
-    print("\n" + json.dumps(answer(json.load(sys.stdin))))
+    print("\n" + json.dumps(answer(json.loads(sys.argv[1]))))

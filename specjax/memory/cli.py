@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.table import Table
 
 from specjax.cli.table import make_console
@@ -58,6 +59,7 @@ class Column:
             "longest_context": self.growth.longest_context(limit, strategy.batch),
             "compiler_bytes": figures.total_bytes if figures else None,
             "compiler_refusal": self.ahead.refusal if self.ahead else None,
+            "compiler_temporaries": dict(figures.temporaries) if figures else None,
         }
 
 
@@ -79,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=8192, help="cache slots a row")
     parser.add_argument("--window", type=int, default=0, help="drafted tokens a round (default: each drafter's own)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--compile", action="store_true", help="ask the device's compiler too (minutes for 70B)")
+    parser.add_argument("--compile", action="store_true", help="ask the device's compiler too (a minute a strategy)")
     parser.add_argument(
         "--acceptance", type=Path, metavar="FOLDER",
         help="join acceptance lengths that a run of `specjax compare` measured",
@@ -99,6 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table; 2 if the request makes no sense."""
     try:
+        if args.device in hardware.DEVICES:  # nothing runs here: don't start a device, nor lock its compiler out
+            jax.config.update("jax_platforms", "cpu")
         if args.acceptance and args.sweep:
             raise ValueError("--acceptance and --sweep are two questions: ask one at a time")
         if args.plot:
@@ -118,6 +122,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         console = make_console()
         console.print(table(columns))
+        for column in columns:
+            if column.ahead:
+                console.print(f"{column.strategy.drafter}: {column.ahead}")
         if joined:
             console.print(worth.table(joined), *worth.sources(joined, args.target), sep="\n")
     if args.plot and joined:

@@ -25,10 +25,10 @@ class Compiled:
     leaves the temporaries out.
     """
 
-    argument_bytes: int | None
-    output_bytes: int | None
-    temp_bytes: int | None
-    alias_bytes: int | None
+    argument_bytes: int | None = None
+    output_bytes: int | None = None
+    temp_bytes: int | None = None
+    alias_bytes: int | None = None
 
     @property
     def total_bytes(self) -> int | None:
@@ -64,7 +64,7 @@ def read(executable: jax.stages.Compiled) -> Compiled:
     """
     analysis = executable.memory_analysis()
     if analysis is None or not analysis.argument_size_in_bytes:
-        return Compiled(None, None, None, None)
+        return Compiled()
     return Compiled(
         analysis.argument_size_in_bytes,
         analysis.output_size_in_bytes,

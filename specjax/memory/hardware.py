@@ -82,7 +82,7 @@ DEVICES: dict[str, Device] = {
         Device("h200", "gpu", 141 * GB, 4.8e12, 989e12, 1979e12, 450e9,
                "NVIDIA H200 datasheet, SXM", topology="h200", host_bytes_per_s=PCIE5),
         Device("b200", "gpu", 180 * GB, 8.0e12, 2250e12, 4500e12, 900e9,
-               "NVIDIA DGX B200 datasheet, an eighth of it", host_bytes_per_s=PCIE5),
+               "NVIDIA DGX B200 datasheet, an eighth of it", topology="b200", host_bytes_per_s=PCIE5),
         Device("mi300x", "gpu", 192 * GB, 5.3e12, 1307e12, 2615e12, 448e9,
                "AMD Instinct MI300X datasheet", host_bytes_per_s=PCIE5),
         Device("mi355x", "gpu", 288 * GB, 8.0e12, 2500e12, 5000e12, 538e9,
@@ -121,23 +121,3 @@ def chips(mesh: str) -> int:
     if not sizes or min(sizes) < 1:
         raise ValueError(f"mesh {mesh!r}: give positive sizes joined by x, as 2x2x2")
     return math.prod(sizes)
-
-
-GPU_TARGETS: dict[str, str] = {
-    name: f"""gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: {bandwidth} l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: {memory} shared_memory_per_block_optin: 232448
-  cuda_compute_capability {{ major: 9 minor: 0 }} registers_per_core_limit: 65536
-  registers_per_block_limit: 65536 }}
-platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} runtime_version {{ major: 13 }}
-device_description_str: "{description}" """
-    for name, bandwidth, memory, description in (
-        ("h100", 3_352_320_000_000, 84_978_434_048, "NVIDIA H100 80GB HBM3"),
-        ("h200", 4_800_000_000_000, 150_000_000_000, "NVIDIA H200"),
-    )
-}
-"""What XLA must know of a GPU that is not there. The H100's as its driver reports it; the H200 is the same chip
-with other memory (datasheet)."""

@@ -1,0 +1,100 @@
+"""What a compiler put where: XLA's own list of allocations, every byte with the operation that made it.
+
+`memory_analysis()` gives one number for all temporaries, and on a TPU adds the on-chip memory to them. The
+buffer assignment that XLA writes beside the program (`xla_dump_to`) says more:
+
+    allocation 404: size 885248, preallocated-temp:
+     value: <725 compare_select_fusion.3 @0> (size=49152,offset=147456): f32[1,1,12288]{2,1,0:T(1,128)}
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_ALLOCATION = re.compile(r"allocation \d+: size (\d+)(?:, color (\d+))?, (.*)")
+_VALUE = re.compile(r" value: <\d+ (\S+?)(?:\{[\d,]*\})? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
+_OPERATION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = .*?metadata=\{.*?op_name=\"([^\"]*)\"", re.MULTILINE)
+_REPORT = "-memory-usage-report.txt"
+ROUNDS = ("jit_decode_round", "jit_step", "jit_run")
+_ROUND = re.compile(r".*jit\((?:decode_round|step|run)\)/")
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Bytes of one device. What lies on the chip itself (a TPU's vector memory) is not in its HBM."""
+
+    argument_bytes: int
+    temp_bytes: int  # in HBM, with constants and results that are no donated argument
+    on_chip_bytes: int
+    temporaries: tuple[tuple[str, int], ...]  # by operation and shape, the largest first: their sum is `temp_bytes`
+
+    @property
+    def total_bytes(self) -> int:
+        """All that the program holds in HBM."""
+        return self.argument_bytes + self.temp_bytes
+
+
+def dump_options(folder: str) -> dict[str, Any]:
+    """Options that make a compiler write its assignment there."""
+    return {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+
+
+def read_dump(folder: str) -> Assignment | None:
+    """The assignment of the round that was dumped there; `None` while there is none.
+
+    The report of memory use is written after it: where that is, it is complete. Compilers make code only then.
+    """
+    for report in Path(folder).rglob(f"*{_REPORT}"):
+        if any(name in report.name for name in ROUNDS):
+            stem = str(report).removesuffix(_REPORT)
+            return parse(Path(stem + "-buffer-assignment.txt").read_text(), Path(stem + ".txt").read_text())
+    return None
+
+
+def parse(text: str, program: str = "") -> Assignment:
+    """Read an assignment.
+
+    Args:
+      text: the file `*buffer-assignment.txt`.
+      program: the compiled program, for the names that its operations had when they were traced.
+    """
+    names = {name: _ROUND.sub("", path) for name, path in _OPERATION.findall(program)}
+    arguments = on_chip = temporary = 0
+    named: Counter[str] = Counter()
+    for block in re.split(r"^(?=allocation )", text.partition("\n\nTotal bytes")[0], flags=re.MULTILINE)[1:]:
+        found = _ALLOCATION.match(block)
+        assert found is not None
+        size, color, what = int(found[1]), int(found[2] or 0), found[3]
+        if color:
+            on_chip += size if color == 1 else 0
+        elif what.startswith("parameter"):
+            arguments += size
+        else:
+            temporary += size
+            named += _name_bytes(size, block, names)
+    return Assignment(arguments, temporary, on_chip, tuple(named.most_common()))
+
+
+def _name_bytes(size: int, block: str, names: dict[str, str]) -> Counter[str]:
+    """Each byte of an allocation under the largest value that lies there at some time, alignment apart."""
+    values = [(int(bytes_), int(offset), name, shape) for name, bytes_, offset, shape in _VALUE.findall(block)]
+    free, found, tables = [(0, size)], Counter[str](), 0
+    for bytes_, offset, name, shape in sorted(values, key=lambda value: -value[0]):
+        if shape.startswith("("):
+            tables += 1  # of addresses: a TPU's compiler aligns each 512 bytes of them to 16 KiB
+            continue
+        left = []
+        for begin, end in free:
+            inside = max(begin, offset), min(end, offset + bytes_)
+            if inside[0] >= inside[1]:
+                left.append((begin, end))
+                continue
+            found[f"{names.get(name, name)}: {shape.partition('{')[0]}"] += inside[1] - inside[0]
+            left += [part for part in ((begin, inside[0]), (inside[1], end)) if part[0] < part[1]]
+        free = left
+    found[f"alignment, and {tables} tables of tuples"] += sum(end - begin for begin, end in free)
+    return +found

@@ -1,0 +1,206 @@
+"""What the compilers say: their allocations and refusals read, and the committed table of all of them."""
+
+import argparse
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from specjax.memory import ahead, cli, device, hardware
+from specjax.memory.ahead import Ahead
+from specjax.memory.assignment import Assignment, dump_options, parse, read_dump
+from specjax.memory.compiler import QUICK, lower_round, read
+from specjax.memory.gpu_targets import GPU_TARGETS
+from specjax.memory.refusal import read_refusal
+from specjax.memory.strategies import Strategy
+
+ROOT = Path(__file__).parent.parent
+ASSIGNMENT = """BufferAssignment:
+allocation 0: size 4096, parameter 0, shape |bf16[2,8]| at ShapeIndex {}:
+ value: <1 param.0 @0> (size=4096,offset=0): bf16[2,8]{1,0:T(8,128)(2,1)}
+allocation 1: size 512, output shape is |(f32[8])|, maybe-live-out:
+ value: <2 tuple{} @0> (size=512,offset=0): (f32[8]{0:T(128)})
+allocation 2: size 9000, color 1, preallocated-temp:
+ value: <3 copy.1 @1> (size=9000,offset=0): f32[8]{0:T(128)S(1)}
+allocation 3: size 3000, preallocated-temp:
+ value: <4 small @0> (size=500,offset=0): f32[1,125]{1,0}
+ value: <5 fusion.1{0} @0> (size=1000,offset=200): f32[250]{0:T(128)}
+ value: <6 later @0> (size=600,offset=700): f32[150]{0:T(128)}
+ value: <7 both{} @0> (size=512,offset=2000): (f32[1], f32[2])
+
+Total bytes used: 16608
+"""
+PROGRAM = '  %fusion.1 = f32[250]{0:T(128)} fusion(%x), metadata={op_name="jit(decode_round)/sort" stack_frame_id=3}\n'
+
+
+def test_every_byte_of_an_assignment_has_the_name_of_the_largest_value_there():
+    found = parse(ASSIGNMENT, PROGRAM)
+    assert (found.argument_bytes, found.temp_bytes, found.on_chip_bytes, found.total_bytes) == (4096, 3512, 9000, 7608)
+    names = dict(found.temporaries)
+    assert names["sort: f32[250]"] == 1000
+    assert names["later: f32[150]"] == 100  # of 600: the rest lies under the larger one
+    assert names["small: f32[1,125]"] == 200
+    assert sum(names.values()) == found.temp_bytes
+    assert list(names.values()) == sorted(names.values(), reverse=True)
+
+
+def test_the_assignment_of_a_round_names_the_temporaries_that_its_analysis_counts(tmp_path):
+    strategy = Strategy("smollm2-135m", "none", 1, 64, dtype="float32")
+    program, params, own = strategy.shapes()
+    assert read_dump(str(tmp_path)) is None
+    lowered = lower_round(program, params, own, **strategy.options())
+    figures = read(lowered.compile(QUICK | dump_options(str(tmp_path))))
+    found = read_dump(str(tmp_path))
+    assert found.argument_bytes == figures.argument_bytes
+    assert found.on_chip_bytes == 0
+    assert found.temp_bytes == sum(size for _, size in found.temporaries)
+    assert found.total_bytes == pytest.approx(figures.total_bytes, abs=10_000)  # constants are in one, not in the other
+    assert any("_run_layer" in name for name, _ in found.temporaries)
+
+
+def test_a_refusal_that_says_nothing_is_unknown():
+    found = read_refusal("RESOURCE_EXHAUSTED: no.")
+    assert (found.needed_bytes, found.limit_bytes, found.parts, found.largest) == (None, None, (), ())
+    assert "does not say" in str(found)
+
+
+def test_a_refusal_with_its_breakdown():
+    found = read_refusal(
+        """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 20.50G of
+15.75G hbm. Exceeded hbm capacity by 4.75G.
+
+Total hbm usage >= 20.76G:
+    reserved        258.00M
+    program           4.50G
+    arguments        16.00G
+
+Output size 0B; shares 0B with arguments.
+
+Program hbm requirement 4.50G:
+    HLO temp          4.50G (100.0% utilization: Unpadded (4.50G) Padded (4.50G), 0.0% fragmentation (0B))
+
+  Largest program allocations in hbm:
+
+  1. Size: 4.00G
+     Operator: op_name="jit(decode_round)/cond/sort" source_file="sampling.py" source_line=1
+     Shape: f32[8,6,32064]{1,2,0:T(8,128)}
+     Unpadded size: 5.87M
+     Allocation type: HLO temp
+     ==========================
+
+  2. Size: 512.00M
+     Shape: bf16[8,2,4096,128]{3,2,1,0:T(8,128)(2,1)}
+     Allocation type: HLO temp
+     ==========================
+""".replace("of\n15", "of 15")
+    )
+    assert (found.needed_bytes, found.limit_bytes) == (int(20.5 * 2**30), int(15.75 * 2**30))
+    assert found.parts == (("reserved", 258 * 2**20), ("program", int(4.5 * 2**30)), ("arguments", 16 * 2**30))
+    assert found.largest == (
+        ("cond/sort: f32[8,6,32064]", 4 * 2**30),
+        ("HLO temp: bf16[8,2,4096,128]", 512 * 2**20),
+    )
+    assert str(found).startswith("needs 20.50 of 15.75 GiB: reserved 0.25, program 4.50, arguments 16.00; the largest:")
+
+
+def test_temporaries_that_alone_are_too_much():
+    found = read_refusal(
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (40.42G) "
+        "exceeds available HBM (15.75G)."
+    )
+    assert (found.needed_bytes, found.limit_bytes) == (int(40.42 * 2**30), int(15.75 * 2**30))
+
+
+def arguments(*words):
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_the_command_shows_what_a_compiler_says_or_refuses(monkeypatch, capsys):
+    answers = iter(
+        [
+            Ahead(Assignment(2**30, 2**20, 0, (("sort: f32[8,49152]", 2**20),)), "", 1),
+            Ahead(None, "RESOURCE_EXHAUSTED: temporaries (40.42G) exceeds available HBM (15.75G).", 1),
+        ]
+    )
+    monkeypatch.setattr(cli, "check_installed", lambda device: None)
+    monkeypatch.setattr(cli, "compile_ahead", lambda *args, **options: next(answers))
+    small = ("--target", "smollm2-135m", "--drafter", "ngram", "--context", "256", "--device", "tpu-v5e")
+    assert cli.run(arguments(*small, "--compile")) == 0
+    shown = capsys.readouterr().out
+    assert "none: arguments 1.000 GiB, temporaries 1.0 MiB (sort: f32[8,49152] 1.0)" in shown
+    assert "ngram: does not fit: needs 40.42 of 15.75 GiB" in shown
+
+
+def test_a_device_says_its_peak_or_nothing(monkeypatch):
+    assert device.peak_bytes() is None  # a CPU does not count
+
+    class Fake:
+        def __init__(self, stats):
+            self.memory_stats = lambda: stats
+
+    devices = [Fake({"peak_bytes_in_use": 5}), Fake({"peak_bytes_in_use": 7}), Fake(None)]
+    monkeypatch.setattr(device.jax, "local_devices", lambda: devices)
+    assert device.peak_bytes() == 7
+    monkeypatch.setattr(device.jax, "local_devices", lambda: [Fake({"peak_bytes_in_use": 0})])
+    assert device.peak_bytes() is None  # zero is not known
+
+
+def test_the_extras_bring_the_compilers_that_belong_to_jax():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert "jax[tpu]" in extras["tpu-aot"]
+    assert "jax[cuda13-local]" in extras["cuda-aot"]
+
+
+@pytest.mark.parametrize("name", GPU_TARGETS)
+def test_a_gpu_target_is_the_device_of_that_name(name):
+    device_, target = hardware.find(name), GPU_TARGETS[name]
+    assert device_.topology == name
+    assert target.memory_bytes == pytest.approx(device_.hbm_bytes, rel=0.08)
+    assert target.bandwidth_bytes_per_s == pytest.approx(device_.bandwidth_bytes_per_s, rel=0.05)
+    assert f"core_count: {target.cores} " in target.proto
+
+
+@pytest.mark.parametrize(("name", "mesh", "tolerance"), [("tpu-v5e", "1x1", 0.02), ("h100", "1", 0.05)])
+def test_the_devices_compiler_agrees_with_the_shapes(name, mesh, tolerance):
+    device_ = hardware.find(name)
+    try:
+        ahead.check_installed(device_)
+    except ahead.CompilerMissingError as missing:
+        pytest.skip(str(missing))
+    strategy = Strategy("qwen3-0.6b", "ngram", 8, 8192, 2)
+    found = ahead.compile_ahead(strategy, device_, mesh)
+    needed = strategy.account(backend=device_.platform).needed_bytes
+    assert found.figures.total_bytes == pytest.approx(needed, rel=tolerance)
+
+
+ROWS = [json.loads(line) for line in (ROOT / "experiments" / "memory_table.jsonl").read_text().splitlines()]
+COMPILED = [row for row in ROWS if row["compiler_bytes"] is not None]
+
+
+@pytest.mark.parametrize("row", COMPILED, ids=lambda row: " ".join(map(str, list(row.values())[:6])))
+def test_in_the_committed_table_shapes_and_compilers_agree_and_nothing_is_held_twice(row):
+    tolerance = 0.02 if row["device"].startswith("tpu") else 0.05
+    assert row["compiler_bytes"] == pytest.approx(row["shapes_bytes"], rel=tolerance)
+    assert row["temp_bytes"] - row["buffer_bytes"] < 0.02 * row["weight_and_kv_bytes"]
+    assert row["argument_bytes"] + row["temp_bytes"] == row["compiler_bytes"]
+    assert sum(size for _, size in row["temporaries"]) == row["temp_bytes"]  # each byte has a name
+
+
+def test_the_committed_table_has_every_drafter_on_every_tpu_for_both_targets_and_a_refusal():
+    drafters = {"none", "ngram", "early-exit", "fp8", "fp8:kv=own", "external"}
+    for place in ("tpu-v5e", "tpu-v5p", "tpu-v6e"):
+        assert {row["drafter"] for row in COMPILED if row["device"] == place} == drafters
+    for target in ("llama-3.1-8b", "llama-3.1-70b"):
+        found = [row for row in COMPILED if row["target"] == target and row["device"].startswith("tpu")]
+        assert {row["drafter"] for row in found} == drafters
+    assert {row["drafter"] for row in COMPILED if row["device"] == "h100"} == drafters
+    assert {row["context"] for row in COMPILED} >= {2048, 131_072}
+    refused = [row for row in ROWS if row["refusal"]]
+    assert refused
+    for row in refused:
+        found = read_refusal(row["refusal"])
+        assert found.needed_bytes > found.limit_bytes
+        assert row["shapes_bytes"] > found.limit_bytes  # the shapes say so too

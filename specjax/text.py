@@ -96,7 +96,7 @@ class Tokenizer:
         try:
             template = _environment().from_string(self.chat_template)
             return template.render(messages=turns, add_generation_prompt=True, **dict(self.template_tokens))
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program: it may raise anything
             raise ValueError(f"the chat template refuses this conversation: {error}") from error
 
     def decode(self, ids: Sequence[int]) -> str:

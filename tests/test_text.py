@@ -206,6 +206,7 @@ def test_a_chat_keeps_the_templates_default_system_prompt_until_one_is_given():
         ("{{ raise_exception('roles must alternate') }}", "refuses this conversation: roles must alternate"),
         ("{{ messages.__class__.__mro__ }}", "refuses this conversation"),  # the sandbox
         ("{% for %}", "refuses this conversation"),
+        ("{{ messages[0]['content'] + 1 }}", "refuses this conversation"),
     ],
 )
 def test_a_chat_that_cannot_be_rendered_says_why(template, message):

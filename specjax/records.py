@@ -199,9 +199,9 @@ def _read_records(path: Path) -> tuple[Record, ...]:
         with path.open("r+b") as file:
             file.truncate(len(whole))
     records = []
-    for number, line in enumerate(whole.decode("utf-8").splitlines(), 1):
+    for number, line in enumerate(whole.split(b"\n")[:-1], 1):  # not splitlines: JSON may hold U+2028 as it is
         try:
-            records.append(Record.parse(line))
+            records.append(Record.parse(line.decode("utf-8")))
         except (ValueError, KeyError, TypeError) as error:
             raise RunFolderError(f"{path}, line {number} is damaged ({error}): remove that line to redo it") from error
     return tuple(records)

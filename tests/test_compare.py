@@ -1,6 +1,7 @@
 """`specjax compare` on a tiny target: the table, the run folder, and every way in which a run may end early."""
 
 import argparse
+import dataclasses
 import errno
 import json
 import shutil
@@ -237,9 +238,25 @@ def test_a_damaged_line_in_the_middle_is_named(finished, tmp_path):
         RunFolder.open(tmp_path / "run", json.loads((finished / "manifest.json").read_text()))
 
 
+def test_bytes_that_are_no_text_are_a_damaged_line(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    file = tmp_path / "run" / "prompts.jsonl"
+    file.write_bytes(b"\xff\xfe\n" + file.read_bytes())
+    with pytest.raises(RunFolderError, match="line 1 is damaged"):
+        RunFolder.open(tmp_path / "run", json.loads((finished / "manifest.json").read_text()))
+
+
 def test_a_record_comes_back_from_its_line(finished):
     for line in (finished / "prompts.jsonl").read_text().splitlines(keepends=True):
         assert Record.parse(line).line() == line
+
+
+def test_a_text_with_rare_line_ends_is_one_record(tmp_path):
+    folder = RunFolder.open(tmp_path, {})
+    written = dataclasses.replace(record("none", "q", [1, 2]), text="a\u2028b\x85c\x1cd\re\nf")
+    folder.append(written)
+    [found] = RunFolder.open(tmp_path, {}).records
+    assert found.text == written.text
 
 
 def record(drafter, question_id, tokens, *, decode_s=1.0, session="s"):

@@ -215,6 +215,11 @@ def test_a_chat_that_cannot_be_rendered_says_why(template, message):
         byte_level(**more).chat("hi")
 
 
+def test_half_a_character_is_refused():
+    with pytest.raises(ValueError, match="half a character at place 3"):
+        byte_level().encode("caf\udcff")
+
+
 def test_a_date_in_a_template_does_not_change_from_day_to_day():
     assert byte_level(chat_template="{{ strftime_now('%d %b %Y') }}").render("hi") == "26 Jul 2024"
 

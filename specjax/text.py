@@ -88,7 +88,9 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"the text holds half a character at place {error.start}: it is no valid Unicode") from error
+            raise ValueError(
+                f"the text holds half a character at place {error.start}: it is no valid Unicode"
+            ) from error
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def render(self, messages: str | Sequence[Message], system: str | None = None) -> str:

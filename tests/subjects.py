@@ -268,3 +268,8 @@ def transparent(model, params):
             layer["mlp"]["down_proj"]["weight"] *= 0
         layers[index] = layer
     return params | {"layers": layers}
+
+
+def lay_over(base, own):
+    """`base` with the leaves of `own` in their places."""
+    return base | {name: lay_over(base[name], part) if isinstance(part, dict) else part for name, part in own.items()}

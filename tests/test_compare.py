@@ -141,6 +141,43 @@ def test_another_runs_folder_is_refused_with_the_difference_and_left_alone(finis
     assert (finished / "prompts.jsonl").read_bytes() == before
 
 
+def test_a_folder_at_which_another_process_is_at_work_is_left_alone(finished, command, tmp_path, capsys):
+    manifest = json.loads((finished / "manifest.json").read_text())
+    other = RunFolder.open(tmp_path / "run", manifest)
+    (tmp_path / "run" / "prompts.jsonl").write_text('{"half a line')
+    assert command(tmp_path / "run") == 2
+    assert "another process is at work in" in capsys.readouterr().err
+    assert (tmp_path / "run" / "prompts.jsonl").read_text() == '{"half a line'
+    other.close()
+    RunFolder.open(tmp_path / "run", manifest).close()
+
+
+def test_names_are_no_markup_and_no_formulas(command, tmp_path, capsys):
+    path = tmp_path / "a$b$" / "x_{$.jsonl"
+    path.parent.mkdir()
+    prompts = [{"question_id": "[/i]", "category": "[/b]", "turns": ["hi"]}, {"question_id": 2, "turns": ["ho"]}]
+    path.write_text("\n".join(map(json.dumps, prompts)))
+    assert command(tmp_path / "run", "--prompts", str(path), "--limit", "2") == 0
+    assert "[/b]" in capsys.readouterr().out
+
+
+def test_a_default_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(RunFolderError, match="can't be read .*: name one with --out"):
+        records.default_folder("2026-01-01", "compare", {}, tmp_path / "runs")
+
+
+def test_a_picture_that_cannot_be_written_says_what_was_kept(command, tmp_path, monkeypatch, capsys):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(compare.plots, "draw", full)
+    assert command(tmp_path / "run", "--limit", "1") == 1
+    shown = capsys.readouterr()
+    assert "acceptance length, pooled" in shown.out
+    assert "can't be written any more (No space left on device)" in shown.err
+
+
 def test_a_folder_of_other_things_is_refused(command, tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("precious")
     assert command(tmp_path) == 2
@@ -255,6 +292,7 @@ def test_a_text_with_rare_line_ends_is_one_record(tmp_path):
     folder = RunFolder.open(tmp_path, {})
     written = dataclasses.replace(record("none", "q", [1, 2]), text="a\u2028b\x85c\x1cd\re\nf")
     folder.append(written)
+    folder.close()
     [found] = RunFolder.open(tmp_path, {}).records
     assert found.text == written.text
 

@@ -42,7 +42,8 @@ class Plan:
 
     def capacity(self, question_id: str) -> int:
         """Cache slots for a prompt and its answer: one of few sizes."""
-        needed = len(self.tokens[question_id]) + self.shared.max_new_tokens
+        window = max(drafter.num_speculative_tokens for drafter in self.drafters.values()) + 1
+        needed = max(window, len(self.tokens[question_id]) + self.shared.max_new_tokens)
         return min(max(SMALLEST_CAPACITY, capacity_for(needed)), self.subject.model.context_length)
 
     def batches(self) -> list[list[str]]:

@@ -14,7 +14,7 @@ from fixtures_cli import PROMPTS, question_file, tiny_checkpoint  # noqa: F401
 
 from specjax import cli, measure, records, summary, testing
 from specjax.cli import compare, options
-from specjax.cli.plan import make_plan
+from specjax.cli.plan import make_manifest, make_plan
 from specjax.records import Record, RunFolder, RunFolderError
 from specjax.types import Counts
 
@@ -90,6 +90,18 @@ def test_the_manifest_says_what_the_tokens_depend_on(finished):
     assert manifest["prompts"]["question_ids"] == ["81", "82", "101"]
     assert {"jax", "specjax", "python"} <= set(manifest["versions"])
     assert {"command", "created", "seed", "sampling", "device", "flags", "git_revision"} <= set(manifest)
+
+
+def test_the_manifest_holds_hashes_of_a_drafters_own_code_and_weights(checkpoint, questions, tmp_path):
+    (tmp_path / "mine.py").write_text("from specjax import Nothing\nclass Mine(Nothing): ...\n")
+    parser = argparse.ArgumentParser()
+    compare.add_arguments(parser)
+    arguments = ["--target", str(checkpoint), "--prompts", str(questions), "--max-new-tokens", "1"]
+    arguments += ["--drafter", f"{tmp_path}/mine.py:Mine", "--drafter", f"external:checkpoint={checkpoint}"]
+    files = make_manifest(make_plan(parser.parse_args(arguments)))["drafter_files"]
+    assert f"{tmp_path}/mine.py" in files
+    assert f"{checkpoint}/model.json" in files
+    assert all(len(digest) == 64 for digest in files.values())
 
 
 def test_the_folder_has_a_picture(finished):
@@ -336,6 +348,15 @@ def test_an_approximate_rule_is_told():
     known = {"none": KNOWN["none"], "x": summary.Measured("X()", "", exact=False)}
     _, row = summary.make_rows(known, [record("none", "a", [1, 2]), record("x", "a", [1, 2])], greedy=True)
     assert "approximate: the rule does not keep the target's law" in row["notes"]
+
+
+def test_a_window_wider_than_the_smallest_size_gets_a_larger_one(checkpoint, questions, monkeypatch):
+    monkeypatch.setattr("specjax.cli.plan.SMALLEST_CAPACITY", 32)
+    parser = argparse.ArgumentParser()
+    compare.add_arguments(parser)
+    arguments = ["--target", str(checkpoint), "--prompts", str(questions), "--max-new-tokens", "1", "--drafter"]
+    assert make_plan(parser.parse_args([*arguments, "ngram:num_speculative_tokens=200"])).capacity("101") > 200
+    assert make_plan(parser.parse_args([*arguments, "ngram:num_speculative_tokens=2"])).capacity("101") == 128
 
 
 def test_the_default_takes_one_prompt_of_each_kind_that_fits_the_smallest_size(checkpoint, questions, tmp_path):

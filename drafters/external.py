@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -36,6 +37,11 @@ class External(Drafter):
     def label(self) -> str:
         """A pruned copy must not pass for a trained drafter."""
         return "" if self.checkpoint else "depth-pruned copy of the target, untrained"
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Those of the checkpoint."""
+        return weights.open_checkpoint(self.checkpoint).files if self.checkpoint else ()
 
     def model(self, target: Model) -> Model:
         """The drafter's own decoder."""

@@ -72,7 +72,10 @@ class Fp8(Drafter):
 def _quantize_all(tree: Params) -> Params:
     """Weights and scales of the linear layers below `tree`; norms and biases stay the target's."""
     if getattr(tree.get("weight"), "ndim", 0) == 2:
-        weight, scale = quantize(tree["weight"])
+        weight = tree["weight"]
+        if "scale" in tree:  # the target is quantised itself
+            weight = weight.astype(jnp.float32) * tree["scale"][:, None]
+        weight, scale = quantize(weight)
         return {"weight": weight, "scale": scale}
     parts = {name: _quantize_all(part) for name, part in tree.items() if isinstance(part, dict)}
     return {name: part for name, part in parts.items() if part}

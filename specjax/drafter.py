@@ -56,6 +56,11 @@ class Drafter:
         """Layers of the target whose outputs `Target.hidden` holds, counted from 1."""
         return ()
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Files beside the code that decide what it drafts, such as weights: a run's manifest holds their hashes."""
+        return ()
+
     def check(self, model: Model, tokenizer: Tokenizer | None = None) -> None:
         """Refuse a target that this drafter can't serve, before anything is computed."""
 

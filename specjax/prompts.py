@@ -64,7 +64,7 @@ def load(path: str | Path | None = None) -> PromptSet:
 
 
 def _read(name: str, content: bytes) -> PromptSet:
-    lines = content.decode("utf-8", "replace").splitlines()
+    lines = content.decode("utf-8-sig", "replace").split("\n")  # not splitlines: JSON may hold U+2028 as it is
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     prompts = tuple(_parse(line, f"{name}, line {number}", row) for row, (number, line) in enumerate(numbered))
     if not prompts:
@@ -114,11 +114,16 @@ def _parse(line: str, where: str, row: int) -> Prompt:
     form = '{"question_id": ..., "category": ..., "turns": ["the prompt", ...]}'
     try:
         value: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is no JSON ({error}): write {form}") from error
     turns = value.get("turns") if isinstance(value, dict) else None
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
         raise ValueError(f"{where} has no list of texts under `turns`: write {form}")
     if not turns[0].strip():
         raise ValueError(f"{where} is an empty prompt: give it a text, or remove the line")
-    return Prompt(str(value.get("question_id", row)), str(value.get("category", "default")), turns[0], row)
+    question_id, category = str(value.get("question_id", row)), str(value.get("category", "default"))
+    try:
+        (question_id + category + turns[0]).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} holds half a character ({error.reason}): repair its \\u escapes") from error
+    return Prompt(question_id, category, turns[0], row)

@@ -10,6 +10,7 @@ A run that was killed may leave half a line at the end: it is dropped, and that 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -20,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from specjax.types import Counts
 
 SPARE_BYTES = 16 << 20  # asked for before a run begins: a record takes about 2 kB
+LOCK = "run.lock"
 INCIDENTAL = ("command", "created", "git_revision")
 """Manifest entries that don't decide a token."""
 
@@ -75,32 +78,48 @@ class RunFolder:
     path: Path
     records: tuple[Record, ...]
     summary: dict[str, Any] | None  # of a run that is complete
+    lock: FileLock | None = None  # held while the folder is open, unless the run is complete
 
     @classmethod
     def open(cls, path: Path, manifest: Mapping[str, Any]) -> RunFolder:
-        """Begin a run in a new or empty folder, or continue the same one.
+        """Begin a run in a new or empty folder, or continue the same one; `close` it in the end.
 
         Raises:
-          RunFolderError: another run's folder, an unwritable one, a full disk, a damaged record.
+          RunFolderError: another run's folder, one that is at work, an unwritable one, a full disk, a damaged record.
         """
         try:
             path.mkdir(parents=True, exist_ok=True)
-            found = _read_json(path / "manifest.json")
-            if found is None:
-                _check_empty(path)
-            else:
-                _check_same(path, found, manifest)
-            if shutil.disk_usage(path).free < SPARE_BYTES:
-                raise RunFolderError(f"less than {SPARE_BYTES >> 20} MiB are free in {path}: free some, or use --out")
-            if found is None:
-                write_json(path / "manifest.json", manifest)
-            records = read_records(path / "prompts.jsonl", repair=True)
+            return cls._open(path, manifest)
         except OSError as error:
             raise RunFolderError(
                 f"run folder {path} can't be written ({error.strerror or error}): choose another with --out"
             ) from error
-        summary = _read_json(path / "summary.json")
-        return cls(path, records, summary if summary and summary.get("complete") else None)
+
+    @classmethod
+    def _open(cls, path: Path, manifest: Mapping[str, Any]) -> RunFolder:
+        found = _read_json(path / "manifest.json")
+        if found is None:
+            _check_empty(path)
+        else:
+            _check_same(path, found, manifest)
+        summary = _read_json(path / "summary.json") or {}
+        if found is not None and summary.get("complete"):
+            return cls(path, read_records(path / "prompts.jsonl", repair=True), summary)
+        lock = _lock(path, found)
+        try:
+            if shutil.disk_usage(path).free < SPARE_BYTES:
+                raise RunFolderError(f"less than {SPARE_BYTES >> 20} MiB are free in {path}: free some, or use --out")
+            if found is None:
+                write_json(path / "manifest.json", manifest)
+            return cls(path, read_records(path / "prompts.jsonl", repair=True), None, lock)
+        except BaseException:
+            lock.release()
+            raise
+
+    def close(self) -> None:
+        """Let another process continue the run."""
+        if self.lock is not None:
+            self.lock.release()
 
     def append(self, record: Record) -> None:
         """Add a record, on disk when this returns.
@@ -133,6 +152,15 @@ class RunFolder:
 
 def default_folder(date: str, command: str, manifest: Mapping[str, Any], root: Path = Path("runs")) -> Path:
     """`runs/<date>-<command>`, with a number behind it if that is another run, or a complete one."""
+    try:
+        return _free_folder(date, command, manifest, root)
+    except OSError as error:
+        raise RunFolderError(
+            f"run folders in {root} can't be read ({error.strerror or error}): name one with --out"
+        ) from error
+
+
+def _free_folder(date: str, command: str, manifest: Mapping[str, Any], root: Path) -> Path:
     for number in range(1, 1000):
         path = root / (f"{date}-{command}" + (f"-{number}" if number > 1 else ""))
         found = _read_json(path / "manifest.json")
@@ -180,8 +208,19 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def _lock(path: Path, found: Mapping[str, Any] | None) -> FileLock:
+    """Two processes would time each other, and one would cut the line that the other is writing."""
+    lock = FileLock(path / LOCK)
+    with contextlib.suppress(Timeout):
+        lock.acquire(timeout=0)
+    if not lock.is_locked or _read_json(path / "manifest.json") != found:  # the other may have begun just now
+        lock.release()
+        raise RunFolderError(f"another process is at work in {path}: wait for its end, or choose a folder with --out")
+    return lock
+
+
 def _check_empty(path: Path) -> None:
-    left = [entry.name for entry in path.iterdir() if not entry.name.endswith(".part")]
+    left = [entry.name for entry in path.iterdir() if entry.name != LOCK and not entry.name.endswith(".part")]
     if left:
         raise RunFolderError(f"{path} is no run folder and holds {left[0]!r}: choose a new or empty one with --out")
 
@@ -215,9 +254,9 @@ def read_records(path: Path, *, repair: bool = False) -> tuple[Record, ...]:
         with path.open("r+b") as file:
             file.truncate(len(whole))
     records = []
-    for number, line in enumerate(whole.decode("utf-8").splitlines(), 1):
+    for number, line in enumerate(whole.split(b"\n")[:-1], 1):  # not splitlines: JSON may hold U+2028 as it is
         try:
-            records.append(Record.parse(line))
+            records.append(Record.parse(line.decode("utf-8")))
         except (ValueError, KeyError, TypeError) as error:
             raise RunFolderError(f"{path}, line {number} is damaged ({error}): remove that line to redo it") from error
     return tuple(records)

@@ -69,7 +69,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a raw prompt, with the bos token if the model's own tokenizer puts one there."""
-        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+        ids = self._ids(text)
         return [self.bos_id, *ids] if self.add_bos and self.bos_id is not None else ids
 
     def chat(self, messages: str | Sequence[Message], system: str | None = None) -> list[int]:
@@ -82,7 +82,16 @@ class Tokenizer:
         Raises:
           ValueError: no chat template, or one that refuses the conversation.
         """
-        return self.backend.encode(self.render(messages, system), add_special_tokens=False).ids
+        return self._ids(self.render(messages, system))
+
+    def _ids(self, text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text holds half a character at place {error.start}: it is no valid Unicode"
+            ) from error
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     def render(self, messages: str | Sequence[Message], system: str | None = None) -> str:
         """The conversation as the text that `chat` encodes."""
@@ -96,7 +105,7 @@ class Tokenizer:
         try:
             template = _environment().from_string(self.chat_template)
             return template.render(messages=turns, add_generation_prompt=True, **dict(self.template_tokens))
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program: it may raise anything
             raise ValueError(f"the chat template refuses this conversation: {error}") from error
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -149,7 +149,7 @@ def walk(
         reject = test & ~accept
 
         tested += test.astype(jnp.int32)
-        overlap += jnp.where(test, jnp.sum(jnp.minimum(law, q), -1), 0)
+        overlap += jnp.where(test, jnp.nansum(jnp.minimum(law, q), -1), 0)
         node = jnp.where(accept, i, node)
         path = path.at[jnp.arange(batch), jnp.where(accept, accepted, depth)].set(i, mode="drop")
         accepted += accept.astype(jnp.int32)

@@ -90,3 +90,16 @@ def test_what_stands_in_stale_slots_has_no_weight_at_all(tiny):
     clean = forward(params, tokens, model.init_cache(1, 16, jnp.float32), start)
     dirty = jax.tree.map(lambda leaf: leaf + 1e4, model.init_cache(1, 16, jnp.float32))
     np.testing.assert_array_equal(forward(params, tokens, dirty, start).hidden, clean.hidden)
+
+
+def test_a_token_that_overflows_poisons_those_who_see_it_and_no_other(tiny):
+    """A rejected draft or the padding of a prompt may be such a token; plain decoding never meets it."""
+    model, params = tiny
+    embedding = params["embed_tokens"]["weight"]
+    broken = params | {"embed_tokens": {"weight": embedding.at[7].set(jnp.nan)}}
+    tokens, start = jnp.asarray([[3, 1, 7, 5]]), jnp.zeros(1, jnp.int32)
+    forward = jax.jit(model.forward)
+    clean = forward(params, tokens, model.init_cache(1, 16, jnp.float32), start).hidden
+    hidden = forward(broken, tokens, model.init_cache(1, 16, jnp.float32), start).hidden
+    np.testing.assert_array_equal(hidden[:, :2], clean[:, :2])
+    assert jnp.isnan(hidden[:, 2:]).all()

@@ -1,5 +1,6 @@
 """The command line: what it prints, what it refuses and how it ends."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -172,6 +173,14 @@ def test_settings_go_to_the_drafters_that_have_them_and_names_keep_equal_drafter
     assert built["ngram"] == drafter.load("ngram", {"num_speculative_tokens": "5", "prompt_lookup_max": "4"})
     assert built["ngram:num_speculative_tokens=3"].num_speculative_tokens == 3
     assert built["early-exit"] == drafter.load("early-exit", {"num_speculative_tokens": "5", "exit_layer": "7"})
+
+
+def test_ids_that_the_target_does_not_have_are_refused_before_anything_is_computed():
+    config = dataclasses.replace(PRESETS["smollm2-135m"], vocab_size=257)
+    subject = options.Subject(None, Llama(config), byte_tokenizer(), "float32")
+    assert subject.encode("hi", None, raw=True)
+    with pytest.raises(ValueError, match=r"gives id 258 \('<\|im_end\|>'\), the target has 257 ids"):
+        subject.encode("hi", None)
 
 
 def test_the_installed_command_answers_and_help_is_quick():

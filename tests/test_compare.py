@@ -1,6 +1,7 @@
 """`specjax compare` on a tiny target: the table, the run folder, and every way in which a run may end early."""
 
 import argparse
+import dataclasses
 import errno
 import json
 import shutil
@@ -13,7 +14,7 @@ from fixtures_cli import PROMPTS, question_file, tiny_checkpoint  # noqa: F401
 
 from specjax import cli, measure, records, summary, testing
 from specjax.cli import compare, options
-from specjax.cli.preparation import make_plan
+from specjax.cli.preparation import make_manifest, make_plan
 from specjax.records import Record, RunFolder, RunFolderError
 from specjax.types import Counts
 
@@ -101,6 +102,18 @@ def test_the_manifest_says_what_the_tokens_depend_on(finished):
     assert {"command", "created", "seed", "sampling", "device", "flags", "git_revision"} <= set(manifest)
 
 
+def test_the_manifest_holds_hashes_of_a_drafters_own_code_and_weights(checkpoint, questions, tmp_path):
+    (tmp_path / "mine.py").write_text("from specjax import Nothing\nclass Mine(Nothing): ...\n")
+    parser = argparse.ArgumentParser()
+    compare.add_arguments(parser)
+    arguments = ["--target", str(checkpoint), "--prompts", str(questions), "--max-new-tokens", "1"]
+    arguments += ["--drafter", f"{tmp_path}/mine.py:Mine", "--drafter", f"external:checkpoint={checkpoint}"]
+    files = make_manifest(make_plan(parser.parse_args(arguments)))["drafter_files"]
+    assert f"{tmp_path}/mine.py" in files
+    assert f"{checkpoint}/model.json" in files
+    assert all(len(digest) == 64 for digest in files.values())
+
+
 def test_the_folder_has_a_picture(finished):
     assert (finished / "compare.png").read_bytes().startswith(b"\x89PNG")
 
@@ -148,6 +161,43 @@ def test_another_runs_folder_is_refused_with_the_difference_and_left_alone(finis
     assert command(finished, "--seed", "1") == 2
     assert "holds another run (seed was 0, is 1): it is not overwritten" in capsys.readouterr().err
     assert (finished / "prompts.jsonl").read_bytes() == before
+
+
+def test_a_folder_at_which_another_process_is_at_work_is_left_alone(finished, command, tmp_path, capsys):
+    manifest = json.loads((finished / "manifest.json").read_text())
+    other = RunFolder.open(tmp_path / "run", manifest)
+    (tmp_path / "run" / "prompts.jsonl").write_text('{"half a line')
+    assert command(tmp_path / "run") == 2
+    assert "another process is at work in" in capsys.readouterr().err
+    assert (tmp_path / "run" / "prompts.jsonl").read_text() == '{"half a line'
+    other.close()
+    RunFolder.open(tmp_path / "run", manifest).close()
+
+
+def test_names_are_no_markup_and_no_formulas(command, tmp_path, capsys):
+    path = tmp_path / "a$b$" / "x_{$.jsonl"
+    path.parent.mkdir()
+    prompts = [{"question_id": "[/i]", "category": "[/b]", "turns": ["hi"]}, {"question_id": 2, "turns": ["ho"]}]
+    path.write_text("\n".join(map(json.dumps, prompts)))
+    assert command(tmp_path / "run", "--prompts", str(path), "--limit", "2") == 0
+    assert "[/b]" in capsys.readouterr().out
+
+
+def test_a_default_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(RunFolderError, match="can't be read .*: name one with --out"):
+        records.default_folder("2026-01-01", "compare", {}, tmp_path / "runs")
+
+
+def test_a_picture_that_cannot_be_written_says_what_was_kept(command, tmp_path, monkeypatch, capsys):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(compare.plots, "draw", full)
+    assert command(tmp_path / "run", "--limit", "1") == 1
+    shown = capsys.readouterr()
+    assert "acceptance length, pooled" in shown.out
+    assert "can't be written any more (No space left on device)" in shown.err
 
 
 def test_a_folder_of_other_things_is_refused(command, tmp_path, capsys):
@@ -247,9 +297,26 @@ def test_a_damaged_line_in_the_middle_is_named(finished, tmp_path):
         RunFolder.open(tmp_path / "run", json.loads((finished / "manifest.json").read_text()))
 
 
+def test_bytes_that_are_no_text_are_a_damaged_line(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    file = tmp_path / "run" / "prompts.jsonl"
+    file.write_bytes(b"\xff\xfe\n" + file.read_bytes())
+    with pytest.raises(RunFolderError, match="line 1 is damaged"):
+        RunFolder.open(tmp_path / "run", json.loads((finished / "manifest.json").read_text()))
+
+
 def test_a_record_comes_back_from_its_line(finished):
     for line in (finished / "prompts.jsonl").read_text().splitlines(keepends=True):
         assert Record.parse(line).line() == line
+
+
+def test_a_text_with_rare_line_ends_is_one_record(tmp_path):
+    folder = RunFolder.open(tmp_path, {})
+    written = dataclasses.replace(record("none", "q", [1, 2]), text="a\u2028b\x85c\x1cd\re\nf")
+    folder.append(written)
+    folder.close()
+    [found] = RunFolder.open(tmp_path, {}).records
+    assert found.text == written.text
 
 
 def record(drafter, question_id, tokens, *, decode_s=1.0, session="s"):
@@ -291,6 +358,15 @@ def test_an_approximate_rule_is_told():
     known = {"none": KNOWN["none"], "x": summary.Measured("X()", "", exact=False)}
     _, row = summary.make_rows(known, [record("none", "a", [1, 2]), record("x", "a", [1, 2])], greedy=True)
     assert "approximate: the rule does not keep the target's law" in row["notes"]
+
+
+def test_a_window_wider_than_the_smallest_size_gets_a_larger_one(checkpoint, questions, monkeypatch):
+    monkeypatch.setattr("specjax.cli.preparation.SMALLEST_CAPACITY", 32)
+    parser = argparse.ArgumentParser()
+    compare.add_arguments(parser)
+    arguments = ["--target", str(checkpoint), "--prompts", str(questions), "--max-new-tokens", "1", "--drafter"]
+    assert make_plan(parser.parse_args([*arguments, "ngram:num_speculative_tokens=200"])).capacity("101") > 200
+    assert make_plan(parser.parse_args([*arguments, "ngram:num_speculative_tokens=2"])).capacity("101") == 128
 
 
 def test_the_default_takes_one_prompt_of_each_kind_that_fits_the_smallest_size(checkpoint, questions, tmp_path):

@@ -124,6 +124,15 @@ def test_only_linear_layers_are_quantised_and_nothing_else_is_held(quantised, ti
     assert held == sum(leaf.size for leaf in jax.tree.leaves(tiny[1]["layers"]) if leaf.ndim == 2)
 
 
+def test_a_quantised_target_keeps_its_scales(tiny):
+    model, params = tiny
+    part = {"layers": {0: {"mlp": {"up_proj": params["layers"][0]["mlp"]["up_proj"]}}}}
+    once = fp8.params(jax.random.key(0), model, part)
+    twice = fp8.params(jax.random.key(0), fp8.model(model), once)
+    for again, leaf in zip(jax.tree.leaves(twice), jax.tree.leaves(once), strict=True):
+        np.testing.assert_allclose(again.astype(jnp.float32), leaf.astype(jnp.float32), rtol=1e-6)
+
+
 def test_biases_and_norms_of_heads_stay_the_targets():
     model, params = testing.tiny_model(num_layers=2, attention_bias=True, qk_norm=True)
     own = fp8.params(jax.random.key(0), model, params)

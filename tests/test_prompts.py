@@ -65,6 +65,8 @@ def test_spec_benchs_file_is_read_as_it_is(questions):
         ('{"turns": []}', "line 1 has no list of texts"),
         ('{"turns": ["  "]}', "line 1 is an empty prompt"),
         ('{"question_id": 1, "turns": ["a"]}\n{"question_id": "1", "turns": ["b"]}', "'1' stands there twice"),
+        ('{"turns": ["a \\ud83d b"]}', "line 1 holds half a character"),
+        ("[" * 100_000, "line 1 is no JSON"),
     ],
 )
 def test_a_bad_file_is_refused_with_the_line_and_the_form(tmp_path, content, message):
@@ -72,6 +74,12 @@ def test_a_bad_file_is_refused_with_the_line_and_the_form(tmp_path, content, mes
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
         prompts.load(path)
+
+
+def test_lines_end_with_a_line_feed_only_and_a_byte_order_mark_is_no_text(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes('\ufeff{"turns": ["a\u2028b\x85c"]}\r\n\n{"turns": ["d"]}'.encode())
+    assert [prompt.text for prompt in prompts.load(path)] == ["a\u2028b\x85c", "d"]
 
 
 def test_a_missing_file_and_an_unknown_category_are_refused(tmp_path, questions):

@@ -206,12 +206,18 @@ def test_a_chat_keeps_the_templates_default_system_prompt_until_one_is_given():
         ("{{ raise_exception('roles must alternate') }}", "refuses this conversation: roles must alternate"),
         ("{{ messages.__class__.__mro__ }}", "refuses this conversation"),  # the sandbox
         ("{% for %}", "refuses this conversation"),
+        ("{{ messages[0]['content'] + 1 }}", "refuses this conversation"),
     ],
 )
 def test_a_chat_that_cannot_be_rendered_says_why(template, message):
     more = {} if template is None else {"chat_template": template}
     with pytest.raises(ValueError, match=message):
         byte_level(**more).chat("hi")
+
+
+def test_half_a_character_is_refused():
+    with pytest.raises(ValueError, match="half a character at place 3"):
+        byte_level().encode("caf\udcff")
 
 
 def test_a_date_in_a_template_does_not_change_from_day_to_day():

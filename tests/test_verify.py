@@ -241,9 +241,12 @@ def test_a_node_that_is_not_live_is_as_if_never_proposed():
 def test_a_draft_law_of_nans_rejects_and_emits_a_token_of_the_target():
     p = [0.0, 0.7, 0.3]
     broken = jnp.full((ROWS, 1, 3), jnp.nan)
-    tokens, accepted = emit(rows_of([p, p]), chain(np.ones((ROWS, 1)), broken))
+    draft = chain(np.ones((ROWS, 1)), broken)
+    tokens, accepted = emit(rows_of([p, p]), draft)
     assert not accepted.any()
     assert_law(tokens, p)
+    verdict = verify.walk(verify.Token(), rows_of([p, p]), draft, jnp.ones((ROWS, 1), bool), jnp.zeros((ROWS, 1)))
+    np.testing.assert_array_equal(verdict.overlap, 0)  # a count that was NaN could not be stored
 
 
 def test_an_empty_draft_draws_from_the_target():

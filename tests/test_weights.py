@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import shutil
+import struct
 import subprocess
 import sys
 import threading
@@ -122,6 +123,10 @@ def test_a_wrong_tensor_is_named(huggingface, change, message):
         ({"num_hidden_layers": None}, "lacks num_hidden_layers"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
         ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
+        ({"hidden_size": -256, "head_dim": None}, "hidden_size=-256: the size of a model must be a positive integer"),
+        ({"num_attention_heads": 0, "head_dim": None}, "config.json describes no model"),
+        ({"head_dim": 7}, "head_dim=7: .* must be even"),
+        ({"rope_scaling": "yes"}, "config.json describes no model"),
     ],
 )
 def test_a_description_of_another_model_is_refused(huggingface, change, message):
@@ -159,6 +164,18 @@ def test_a_missing_shard_is_named(huggingface):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"model-00002-of-00002\.safetensors is missing"):
         open_checkpoint(str(folder))
+    for damaged in ({}, {"weight_map": []}, {"weight_map": {"a": 1}}):
+        (folder / "model.safetensors.index.json").write_text(json.dumps(damaged))
+        with pytest.raises(ValueError, match=r"index\.json names no shards: fetch the checkpoint again"):
+            open_checkpoint(str(folder))
+
+
+def test_settings_that_say_nothing_are_no_obstacle(huggingface):
+    folder, _ = huggingface
+    description = json.loads((folder / "config.json").read_text())
+    plain = open_checkpoint(str(folder)).config
+    (folder / "config.json").write_text(json.dumps(description | {"quantization_config": None, "sliding_window": 0}))
+    assert open_checkpoint(str(folder)).config == plain
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K"])
@@ -237,6 +254,33 @@ def test_a_damaged_gguf_is_named(tmp_path, params, damage):
     path.write_bytes(cut[damage])
     with pytest.raises(ValueError, match=r"m\.gguf is (no readable GGUF file|truncated).*fetch it again"):
         open_checkpoint(str(path))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"general.alignment": 0}, "is no readable GGUF file"),
+        ({"general.alignment": "wide"}, "is no readable GGUF file"),
+        ({"tokenizer.ggml.tokens": 2}, "does not describe a language model"),
+        ({"tokenizer.ggml.eos_token_id": 99_999}, "the vocabulary in .* is incomplete .*IndexError"),
+        ({"tokenizer.ggml.merges": ["no such"]}, "the vocabulary in .* is incomplete"),
+    ],
+)
+def test_nonsense_in_the_metadata_of_a_gguf_is_named(tmp_path, params, metadata, message):
+    stored = {n: (v, "F32") for n, v in llama_cpp(flat(params)).items()}
+    vocabulary = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b", "ab"]}
+    vocabulary |= {"tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.merges": ["a b"]}
+    write_gguf(tmp_path / "m.gguf", CONFIG, stored, metadata=(vocabulary | metadata).items())
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(str(tmp_path / "m.gguf")).tokenizer()
+
+
+def test_arrays_of_arrays_without_end_are_no_gguf(tmp_path):
+    nested = struct.pack("<IQ", 9, 1) * 10_000
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + struct.pack("<I", 9)
+    (tmp_path / "m.gguf").write_bytes(header + nested)
+    with pytest.raises(ValueError, match="is no readable GGUF file"):
+        open_checkpoint(str(tmp_path / "m.gguf"))
 
 
 def test_a_gguf_type_that_is_not_read_is_named(tmp_path, params):

@@ -81,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
         return _carry_out(plan, folder)
     except RunFolderError as error:
         raise Failure(str(error)) from error
+    finally:
+        folder.close()
 
 
 def _open_folder(plan: Plan) -> RunFolder:
@@ -107,7 +109,10 @@ def _carry_out(plan: Plan, folder: RunFolder) -> int:
     folder.write_summary(summary)
     if run.measured:
         table.print_table(summary["rows"], summary["title"])
-        plots.draw(summary["rows"], summary["title"], folder.path / "compare.png")
+        try:
+            plots.draw(summary["rows"], summary["title"], folder.path / "compare.png")
+        except OSError as error:
+            raise folder.unwritable(error) from error
     return _say_goodbye(run, stopped)
 
 

@@ -103,14 +103,15 @@ def _prepare(args: argparse.Namespace) -> Request:
     sampler = options.make_sampling(args, 1)
     subject = options.open_subject(args)
     [drafter] = options.load_drafters([args.drafter], args.settings, subject).values()
-    tokens = subject.tokenizer.encode(text) if args.raw else subject.encode(text, args.system)
+    tokens = subject.encode(text, args.system, raw=args.raw)
     context = subject.model.context_length
     if len(tokens) + args.max_new_tokens > context:
         raise ValueError(
             f"the prompt of {len(tokens)} tokens and max_new_tokens={args.max_new_tokens} exceed the target's context "
             f"of {context}: shorten the prompt or lower --max-new-tokens"
         )
-    capacity = min(max(SMALLEST_CAPACITY, capacity_for(len(tokens) + args.max_new_tokens)), context)
+    needed = max(len(tokens) + args.max_new_tokens, drafter.num_speculative_tokens + 1)
+    capacity = min(max(SMALLEST_CAPACITY, capacity_for(needed)), context)
     engine = Engine(subject.model, subject.load(), drafter, rule=verify.RULES[args.rule]())
     shared = measure.Options(args.max_new_tokens, args.seed, subject.tokenizer.end_ids, sampler)
     return Request(subject, engine, measure.Batch([tokens], [0], capacity, 1), shared)

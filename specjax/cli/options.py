@@ -31,13 +31,18 @@ class Subject:
         """Read the weights."""
         return self.checkpoint.load(self.dtype)
 
-    def encode(self, text: str, system: str | None) -> list[int]:
-        """Ids of a prompt, through the chat template where the checkpoint has one."""
-        if self.tokenizer.chat_template is not None:
-            return self.tokenizer.chat(text, system)
-        if system is not None:
+    def encode(self, text: str, system: str | None, raw: bool = False) -> list[int]:
+        """Ids of a prompt, through the chat template where the checkpoint has one and it is not to be left out."""
+        chat = self.tokenizer.chat_template is not None and not raw
+        if system is not None and not chat and not raw:
             raise ValueError("--system needs a chat template, which this checkpoint does not have: leave it out")
-        return self.tokenizer.encode(text)
+        ids = self.tokenizer.chat(text, system) if chat else self.tokenizer.encode(text)
+        if max(ids, default=0) >= self.model.vocab_size:
+            raise ValueError(
+                f"the tokenizer gives id {max(ids)} ({self.tokenizer.backend.id_to_token(max(ids))!r}), the target has "
+                f"{self.model.vocab_size} ids: tokenizer and weights do not belong together"
+            )
+        return ids
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

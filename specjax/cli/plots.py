@@ -9,9 +9,11 @@ from typing import Any
 
 def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     """Write a PNG of the rows of `summary.json`; rows without figures are left out."""
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    matplotlib.rcParams["text.parse_math"] = False  # a dollar in a file's name is a dollar
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     memory, positions = figure.subplots(1, 2)

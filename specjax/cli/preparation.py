@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from specjax.cli import options
 from specjax.drafter import Drafter
 from specjax.engine import capacity_for
 from specjax.summary import BASELINE
+from specjax.weights.checkpoint import sha256_of
 
 DRAFTERS = ("none", "ngram", "early-exit", "fp8", "external")
 SMALLEST_CAPACITY = 512  # a compilation costs as much as several prompts, unused slots a few percent
@@ -42,7 +42,8 @@ class Plan:
 
     def capacity(self, question_id: str) -> int:
         """Cache slots for a prompt and its answer: one of few sizes."""
-        needed = len(self.tokens[question_id]) + self.shared.max_new_tokens
+        window = max(drafter.num_speculative_tokens for drafter in self.drafters.values()) + 1
+        needed = max(window, len(self.tokens[question_id]) + self.shared.max_new_tokens)
         return min(max(SMALLEST_CAPACITY, capacity_for(needed)), self.subject.model.context_length)
 
     def batches(self) -> list[list[str]]:
@@ -105,6 +106,12 @@ def _choose(source: prompts.PromptSet, subject: options.Subject, args: argparse.
     return prompts.select(source, args.category, len(args.category) or len(source.categories))
 
 
+def _drafter_files(drafters: dict[str, Drafter]) -> list[Path]:
+    """Code that is not the package's, and weights that are not the target's."""
+    code = [Path(options.split(name)[0].partition(":")[0]) for name in drafters]
+    return [path for path in code if path.suffix == ".py"] + [path for each in drafters.values() for path in each.files]
+
+
 def make_manifest(plan: Plan) -> dict[str, Any]:
     """What the run's tokens depend on."""
     args, subject = plan.args, plan.subject
@@ -118,11 +125,7 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
             "config": dataclasses.asdict(subject.checkpoint.config),
         },
         "drafters": {name: repr(drafter) for name, drafter in plan.drafters.items()},
-        "drafter_files": {
-            path: hashlib.sha256(Path(path).read_bytes()).hexdigest()
-            for path in (options.split(name)[0].partition(":")[0] for name in plan.drafters)
-            if path.endswith(".py")
-        },
+        "drafter_files": {str(path): sha256_of(path) for path in _drafter_files(plan.drafters)},
         "rule": repr(plan.rule),
         "prompts": {"file": plan.source.name, "sha256": plan.source.sha256, "question_ids": list(plan.chosen)},
         "sampling": {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")},

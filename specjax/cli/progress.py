@@ -19,7 +19,7 @@ class Progress:
         self.bar: Bar | None = None
         if sys.stderr.isatty():
             columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-            text = TextColumn("{task.description}")
+            text = TextColumn("{task.description}", markup=False)
             self.bar = Bar(*columns, text, console=Console(stderr=True), transient=True)
             self.task = self.bar.add_task("", total=total)
 

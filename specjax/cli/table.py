@@ -38,14 +38,14 @@ def _table(rows: Sequence[Row]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", width=LABEL_WIDTH)
     for row in rows:
-        table.add_column(row["drafter"], justify="right", width=COLUMN_WIDTH, overflow="fold")
+        table.add_column(Text(row["drafter"]), justify="right", width=COLUMN_WIDTH, overflow="fold")
     kinds = _kinds(rows)
     heading = [("acceptance length (speedup)", [""] * len(rows))]
     sections = [[(label, [show(row) for row in rows]) for label, show in section] for section in SECTIONS]
     for lines in [*sections, *([heading + kinds] if kinds else [])]:
         shown = [line for line in lines if any(cell != UNKNOWN for cell in line[1])]
         for index, (label, cells) in enumerate(shown):
-            table.add_row(label, *cells, end_section=index == len(shown) - 1)
+            table.add_row(Text(label), *map(Text, cells), end_section=index == len(shown) - 1)
     return table
 
 

@@ -22,6 +22,12 @@ class RopeScaling:
             raise ValueError(f"rope scaling {self.kind!r} is not supported: specjax knows linear and llama3")
 
 
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+    "context_length",
+)  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder of the Llama family: Llama 2/3, SmolLM2, Mistral, Qwen2/2.5, Qwen3.
@@ -49,6 +55,12 @@ class ModelConfig:
     quantized: bool = False  # e4m3 weights of the linear layers, one scale an output channel
 
     def __post_init__(self) -> None:
+        for name in _SIZES:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: the size of a model must be a positive integer")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim}: rotary embedding turns pairs, so it must be even")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} key/value heads")
         if self.padded_vocab_size == 0:
@@ -120,7 +132,7 @@ def from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
 def _sliding_window(config: Mapping[str, Any]) -> int | None:
     """Mistral has one unless it says null; Qwen only if it says so, and then it may differ between layers."""
     if config["model_type"] == "mistral":
-        return config.get("sliding_window", 4096)
+        return config.get("sliding_window", 4096) or None
     if config["model_type"] not in ("qwen2", "qwen3") or not config.get("use_sliding_window"):
         return None
     first = config.get("max_window_layers", 28)
@@ -174,7 +186,7 @@ def from_gguf(
         rope_scaling=scaling,
         norm_eps=float(f"{get('attention.layer_norm_rms_epsilon'):.7g}"),  # stored in float32
         tied_embeddings="output.weight" not in tensors,
-        sliding_window=metadata.get(f"{architecture}.attention.sliding_window"),
+        sliding_window=metadata.get(f"{architecture}.attention.sliding_window") or None,  # 0 is none, too
         **family,
     )
 

@@ -96,6 +96,9 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = _rotate(q, rotary), _rotate(k, rotary)
+        # 0 · NaN is NaN: one drafted token that overflows would poison every query. In the key, a mask hides it.
+        finite = jnp.all(jnp.isfinite(v), -1, keepdims=True)
+        k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
         keys = kv.write(layer[0], jnp.swapaxes(k, 1, 2), start)
         values = kv.write(layer[1], jnp.swapaxes(v, 1, 2), start)
 

@@ -18,7 +18,7 @@ from specjax.model import ModelConfig
 from specjax.model.config import from_gguf
 from specjax.text import Tokenizer
 from specjax.weights import gguf_vocabulary
-from specjax.weights.checkpoint import Wanted, stream
+from specjax.weights.checkpoint import DamagedFile, Wanted, stream
 from specjax.weights.gguf_header import TensorEntry, read_header
 
 _READABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
@@ -62,6 +62,8 @@ class GGUF:
             )
         except KeyError as error:
             raise ValueError(f"{path} does not describe a language model: {error.args[0]} is missing") from error
+        except (TypeError, ZeroDivisionError) as error:
+            raise ValueError(f"{path} does not describe a language model ({error}): fetch it again") from error
         self._entries = {_rename(name): entry for name, entry in entries.items()}
 
     @property
@@ -71,7 +73,13 @@ class GGUF:
 
     def tokenizer(self) -> Tokenizer:
         """Built from the metadata."""
-        return gguf_vocabulary.build(self.metadata)
+        try:
+            return gguf_vocabulary.build(self.metadata)
+        except ValueError:
+            raise
+        except Exception as error:  # a key or an id that is not there; `tokenizers` raises the bare class
+            reason = f"{type(error).__name__}: {error}"
+            raise DamagedFile(f"the vocabulary in {self.path} is incomplete ({reason}): fetch it again") from error
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The tensors of the file, by their Hugging Face names."""

@@ -33,6 +33,10 @@ _SCALARS = {
 }
 
 
+_DAMAGE = (struct.error, ArithmeticError, MemoryError, RecursionError, TypeError, ValueError)
+"""What reading nonsense as lengths, counts, kinds or text raises."""
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """Where a tensor stands in the file. `shape` has rows first, as numpy does; GGUF writes the reverse."""
@@ -61,7 +65,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             metadata, tensors = _parse(_Cursor(data))
             size_bytes = len(data)
-    except (struct.error, OverflowError, MemoryError, UnicodeDecodeError, ValueError) as error:
+    except _DAMAGE as error:
         raise DamagedFile(f"{path} is no readable GGUF file ({error}): fetch it again") from error
     for name, entry in tensors.items():
         if entry.offset_bytes + entry.size_bytes > size_bytes:

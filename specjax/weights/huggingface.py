@@ -45,8 +45,8 @@ class HuggingFace:
     def __init__(self, folder: Path):
         self.folder = folder
         description = read_json(folder / "config.json")
-        if "quantization_config" in description:
-            method = description["quantization_config"].get("quant_method", "unknown")
+        if quantization := description.get("quantization_config"):
+            method = quantization.get("quant_method", "unknown")
             raise ValueError(f"{folder} is quantised ({method}): take the unquantised checkpoint, or a GGUF file")
         try:
             config = from_huggingface(description)
@@ -54,6 +54,8 @@ class HuggingFace:
             raise ValueError(
                 f"{folder / 'config.json'} lacks {error.args[0]}: it describes no model that specjax has"
             ) from error
+        except (TypeError, AttributeError, ZeroDivisionError) as error:
+            raise ValueError(f"{folder / 'config.json'} describes no model ({error}): fetch it again") from error
         if (folder / "tokenizer.json").exists():  # rows of the embedding beyond the tokenizer's ids are padding
             size = min(config.vocab_size, self.tokenizer().vocab_size)
             config = dataclasses.replace(config, vocab_size=size, padded_vocab_size=config.vocab_size)
@@ -118,7 +120,10 @@ class HuggingFace:
 def _shards(folder: Path) -> tuple[Path, ...]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        shards = tuple(folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values())))
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+            raise DamagedFile(f"{index} names no shards: fetch the checkpoint again")
+        shards = tuple(folder / name for name in sorted(set(names.values())))
     else:
         shards = (folder / "model.safetensors",)
     for shard in shards:

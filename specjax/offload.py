@@ -1,8 +1,9 @@
 """A drafter's weights in host memory between drafts: less device memory at verification, a fetch each round.
 
 The weights are arguments of the compiled loop in a memory of the kind `pinned_host`; the round brings them to
-the device before it drafts and lets go of them behind. The TPU's compiler copies inside of the loop; on a CPU
-both memories are one, and nothing is copied at all.
+the device before it drafts and lets go of them behind. The TPU's compiler copies inside of the loop, into the
+loop's temporaries: a device needs less only as far as verification can use that space. On a CPU both memories
+are one, and the loop copies nothing.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from fixtures_memory import preset  # noqa: F401
 
 from specjax import cli, load
 from specjax.memory.acceptance import read_run
@@ -100,7 +101,7 @@ def run_folder(tmp_path):
     rows = [row, row | {"drafter": "x", "acceptance_length": 2.0}]
     summary = {"complete": True, "title": "", "capacity": 64, "rows": rows}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    (tmp_path / "manifest.json").write_text(json.dumps({"target": {"name": "tiny"}}))
+    (tmp_path / "manifest.json").write_text(json.dumps({"target": {"name": "small"}}))
     (tmp_path / "prompts.jsonl").write_text("".join(record.line() for record in records))
     return tmp_path
 
@@ -109,16 +110,16 @@ def test_a_run_is_joined_with_its_raw_counts_where_it_has_them(run_folder):
     found = read_run(run_folder)
     assert found["ngram"].profile.expected_tokens(4) == pytest.approx(found["ngram"].acceptance_length)
     assert found["x"].profile.survival == (0.5,)
-    assert "measured on tiny, 90 rounds" in found["x"].profile.source
+    assert "measured on small, 90 rounds" in found["x"].profile.source
 
 
 def test_the_memory_command_joins_a_run_and_draws_it(run_folder, tmp_path, capsys):
-    words = ["memory", "--target", "smollm2-135m", "--drafter", "ngram", "--context", "256", "--acceptance",
+    words = ["memory", "--target", "tiny", "--drafter", "ngram", "--context", "256", "--acceptance",
              str(run_folder)]  # fmt: skip
     assert cli.main([*words, "--plot", str(tmp_path / "pareto.png")]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "acceptance, measured, against memory, from shapes" in out
-    assert "measured as NGram(num_speculative_tokens=4) on tiny, not on smollm2-135m" in out
+    assert "measured as NGram(num_speculative_tokens=4) on small, not on tiny" in out
     assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
     assert cli.main([*words, "--json"]) == 0
     [joined] = json.loads(capsys.readouterr().out)["acceptance"]

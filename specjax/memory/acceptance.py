@@ -113,7 +113,7 @@ def read_run(folder: Path) -> dict[str, Measured]:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Profiles by drafter, and one for all others. `Nothing` given is an assumption that says so."""
+    """Profiles by drafter, and one for all others; `None` where those are unknown."""
 
     by_name: Mapping[str, Profile]
     default: Profile | None

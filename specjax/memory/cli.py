@@ -149,21 +149,8 @@ def _sweep(columns: list[Column], axes: list[sweep.Axis], args: argparse.Namespa
     if args.json:
         print(values)
     else:
-        make_console().print(crossings_table(curves, columns[0]))
+        make_console().print(sweep.table(curves, _title(columns[0])))
     return 0
-
-
-def crossings_table(curves: list[sweep.Curve], column: Column) -> Table:
-    """Where something changes, a strategy and axis a row."""
-    names = list(dict.fromkeys(name for curve in curves for name in curve.crossings))
-    shown = Table(title=_title(column), caption="the smallest size at which it is so; -: not within the sweep")
-    for name in ("strategy", "axis", *names):
-        shown.add_column(name, justify="left" if name in ("strategy", "axis") else "right")
-    for curve in curves:
-        ends = f"{curve.axis} {curve.sizes[0]} to {curve.sizes[-1]}"
-        found = (curve.crossings.get(name, "") for name in names)
-        shown.add_row(curve.strategy, ends, *("-" if size is None else str(size) for size in found))
-    return shown
 
 
 def _title(column: Column) -> str:

@@ -41,7 +41,7 @@ class RoundTime:
 
 
 def part_s(traffic: Traffic, phase: str, part: str, device: Device) -> float:
-    """Seconds of one part. An unknown link costs nothing: `Prediction.notes` says so."""
+    """Seconds of one part. A link of unknown rate costs nothing, which the plan says."""
     size = traffic.bytes(phase, part)
     if part == "exchange":
         return size / device.link_bytes_per_s if device.link_bytes_per_s else 0.0
@@ -107,19 +107,3 @@ def predict(
     plain_s = round_time(plain.traffic(batch, context), device).round_s
     tokens = profile.expected_tokens(window) if profile else 1.0
     return Prediction(window, time, plain_s, tokens, batch)
-
-
-def best_window(
-    strategy: Growth,
-    plain: Growth,
-    profile: Profile,
-    device: Device,
-    batch: int,
-    context: int,
-    windows: tuple[int, ...],
-) -> Prediction:
-    """The window with the largest predicted speedup."""
-    return max(
-        (predict(strategy, plain, profile, device, batch, context, window) for window in windows),
-        key=lambda prediction: prediction.speedup,
-    )

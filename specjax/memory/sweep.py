@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.table import Table
+
 from specjax.memory.fitting import Growth, largest
 from specjax.memory.shapes import Account
 from specjax.memory.sizes import parse_range, powers
@@ -83,6 +85,19 @@ def curve(growth: Growth, axis: Axis, batch: int, context: int, limit_bytes: int
         drafter_weights_bytes=ends.bytes("drafter weights"),
         crossings={name: _first(at, test, first, axis.high) for name, test in crossings(ends, limit_bytes).items()},
     )
+
+
+def table(curves: Sequence[Curve], title: str) -> Table:
+    """Where something changes, a strategy and axis a row."""
+    names = list(dict.fromkeys(name for curve in curves for name in curve.crossings))
+    shown = Table(title=title, caption="the smallest size at which it is so; -: not within the sweep")
+    for name in ("strategy", "axis", *names):
+        shown.add_column(name, justify="left" if name in ("strategy", "axis") else "right")
+    for curve in curves:
+        ends = f"{curve.axis} {curve.sizes[0]} to {curve.sizes[-1]}"
+        found = (curve.crossings.get(name, "") for name in names)
+        shown.add_row(curve.strategy, ends, *("-" if size is None else str(size) for size in found))
+    return shown
 
 
 def target_kv(account: Account) -> int:

@@ -40,10 +40,11 @@ PLACES = (
     ("tpu-v6e", "2x2", SMALL, 8, 2048, DRAFTERS),
     ("tpu-v5p", "2x2x2", LARGE, 1, 131_072, DRAFTERS),
     ("tpu-v5p", "2x2x1", SMALL, 8, 4096, DRAFTERS),
+    ("h100", "8", LARGE, 16, 8192, ("none", "early-exit")),
     ("h200", "1", SMALL, 8, 4096, ("early-exit",)),
     ("b200", "1", SMALL, 8, 4096, ("early-exit",)),
     ("tpu-v4", "2x2x1", SMALL, 8, 4096, ("early-exit",)),
-    ("tpu-v7", "2x2x1", SMALL, 8, 4096, ("early-exit",)),
+    ("tpu-v7", "2x2x1", SMALL, 8, 4096, ("none", "early-exit")),
 )  # fmt: skip
 
 

@@ -40,10 +40,11 @@ PLACES = (
     ("tpu-v6e", "2x2", SMALL, 8, 2048, DRAFTERS),
     ("tpu-v5p", "2x2x2", LARGE, 1, 131_072, DRAFTERS),
     ("tpu-v5p", "2x2x1", SMALL, 8, 4096, DRAFTERS),
+    ("h100", "8", LARGE, 16, 8192, ("none", "early-exit")),
     ("h200", "1", SMALL, 8, 4096, ("early-exit",)),
     ("b200", "1", SMALL, 8, 4096, ("early-exit",)),
     ("tpu-v4", "2x2x1", SMALL, 8, 4096, ("early-exit",)),
-    ("tpu-v7", "2x2x1", SMALL, 8, 4096, ("early-exit",)),
+    ("tpu-v7", "2x2x1", SMALL, 8, 4096, ("none", "early-exit")),
 )  # fmt: skip
 
 
@@ -141,17 +142,20 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def _summary(rows: list[dict[str, Any]]) -> Iterator[str]:
-    for platform in ("tpu", "gpu"):
-        found = [row for row in rows if hardware.find(row["device"]).platform == platform and row["compiler_bytes"]]
-        if found:
-            furthest = max(found, key=lambda row: abs(_difference(row)))
-            most = max(found, key=_beyond)
-            yield (
-                f"- {platform.upper()}: {len(found)} rows; furthest from the shapes {_difference(furthest):+.2%} "
-                f"({furthest['device']}, {furthest['target']}, {furthest['drafter']}); temporaries beyond the named "
-                f"ones at most {_beyond(most):.2%} of weights + KV; the slowest took "
-                f"{max(row['seconds'] for row in found):.0f} s."
-            )
+    groups: dict[str, list[dict[str, Any]]] = {"TPU v4, v5e, v5p, v6e": [], "TPU v7": [], "GPU": []}
+    for row in filter(lambda row: row["compiler_bytes"], rows):
+        group = "TPU v7" if row["device"] == "tpu-v7" else "TPU v4, v5e, v5p, v6e"
+        groups[group if hardware.find(row["device"]).platform == "tpu" else "GPU"].append(row)
+    for name, found in groups.items():
+        if not found:
+            continue
+        furthest, most = max(found, key=lambda row: abs(_difference(row))), max(found, key=_beyond)
+        where = ", ".join(str(furthest[part]) for part in ("device", "target", "drafter", "context"))
+        yield (
+            f"- {name}: {len(found)} rows; furthest from the shapes {_difference(furthest):+.2%} ({where}); "
+            f"temporaries beyond the named ones at most {_beyond(most):.2%} of weights + KV; the slowest took "
+            f"{max(row['seconds'] for row in found):.0f} s."
+        )
 
 
 def _difference(row: dict[str, Any]) -> float:

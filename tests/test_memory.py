@@ -144,6 +144,33 @@ def test_more_rows_context_or_window_never_need_less(spec):
 
 
 @dataclass(frozen=True)
+class Bush(Drafter):
+    """A tree of one root with leaves."""
+
+    def propose(self, keys, params, state, target):
+        """Zeros."""
+        rows, nodes = target.length.shape[0], self.num_speculative_tokens
+        parents = jnp.zeros((nodes,), jnp.int32).at[0].set(-1)
+        law = jnp.zeros((rows, nodes, target.model.vocab_size))
+        return Draft(jnp.zeros((rows, nodes), jnp.int32), law, target.length * 0, target.cache, state, parents, 2)
+
+
+def test_more_branches_never_need_less_and_a_tree_pays_for_its_mask():
+    accounts = [account(drafter=Bush(nodes)) for nodes in (2, 3, 6)]
+    sizes = [found.needed_bytes for found in accounts]
+    assert sizes == sorted(set(sizes))
+    for found, nodes in zip(accounts, (2, 3, 6), strict=True):
+        assert found.bytes("tree mask") == 2 * (nodes + 1) ** 2  # rows x queries x keys of one byte
+
+
+def test_a_dimension_that_the_mesh_does_not_divide_is_whole_on_every_device():
+    layout = sharding.layout(4, 2)
+    odd, even = (jax.ShapeDtypeStruct((2, 3, vocab), jnp.float32) for vocab in (61, 64))
+    assert layout.size("law", (), odd) == nbytes("law", (), odd)
+    assert layout.size("law", (), even) * 4 == nbytes("law", (), even)
+
+
+@dataclass(frozen=True)
 class Remembering(Drafter):
     """A drafter with state of every kind, as a researcher might write it."""
 

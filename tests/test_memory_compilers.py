@@ -56,7 +56,7 @@ def test_the_assignment_of_a_round_names_the_temporaries_that_its_analysis_count
     assert found.on_chip_bytes == 0
     assert found.temp_bytes == sum(size for _, size in found.temporaries)
     assert found.total_bytes == pytest.approx(figures.total_bytes, abs=10_000)  # constants are in one, not in the other
-    assert any("_run_layer" in name for name, _ in found.temporaries)
+    assert any("f32[" in name and size > 1000 for name, size in found.temporaries)
 
 
 def test_a_refusal_that_says_nothing_is_unknown():
@@ -134,6 +134,18 @@ def test_the_command_shows_what_a_compiler_says_or_refuses(monkeypatch, capsys):
     assert "ngram: does not fit: needs 40.42 of 15.75 GiB" in shown
 
 
+@pytest.mark.parametrize(
+    ("name", "mesh", "rule"),
+    [("tpu-v5e", "3x3", "2 dimensions, the first two 1 or even, as 2x2"), ("tpu-v5p", "2x2", "3 dimensions")],
+)
+def test_a_mesh_that_a_tpu_is_not_built_in_is_refused_with_the_rule(name, mesh, rule):
+    with pytest.raises(ValueError, match=f"mesh '{mesh}': {name} has {rule}"):
+        ahead.check_mesh(hardware.find(name), mesh)
+    ahead.check_mesh(hardware.find("tpu-v5p"), "2x2x1")
+    ahead.check_mesh(hardware.find("tpu-v5e"), "1x1")
+    ahead.check_mesh(hardware.find("h100"), "8")
+
+
 def test_a_device_says_its_peak_or_nothing(monkeypatch):
     assert device.peak_bytes() is None  # a CPU does not count
 
@@ -177,10 +189,10 @@ def test_the_devices_compiler_agrees_with_the_shapes(name, mesh, tolerance):
 
 
 ROWS = [json.loads(line) for line in (ROOT / "experiments" / "memory_table.jsonl").read_text().splitlines()]
-COMPILED = [row for row in ROWS if row["compiler_bytes"] is not None]
+FAITHFUL = [row for row in ROWS if row["device"] != "tpu-v7"]
 
 
-@pytest.mark.parametrize("row", COMPILED, ids=lambda row: " ".join(map(str, list(row.values())[:6])))
+@pytest.mark.parametrize("row", FAITHFUL, ids=lambda row: " ".join(map(str, list(row.values())[:6])))
 def test_in_the_committed_table_shapes_and_compilers_agree_and_nothing_is_held_twice(row):
     tolerance = 0.02 if row["device"].startswith("tpu") else 0.05
     assert row["compiler_bytes"] == pytest.approx(row["shapes_bytes"], rel=tolerance)
@@ -189,15 +201,25 @@ def test_in_the_committed_table_shapes_and_compilers_agree_and_nothing_is_held_t
     assert sum(size for _, size in row["temporaries"]) == row["temp_bytes"]  # each byte has a name
 
 
+def test_the_one_known_second_copy_of_weights_is_named():
+    """A TPU v7's compiler lays the weights of a drafting loop out in tiles of 16 x 128, those outside in 8 x 128."""
+    by_drafter = {row["drafter"]: row for row in ROWS if row["device"] == "tpu-v7"}
+    plain, looping = by_drafter["none"], by_drafter["early-exit"]
+    assert plain["temp_bytes"] < 0.02 * plain["weight_and_kv_bytes"]
+    copied = looping["temp_bytes"] - looping["buffer_bytes"]
+    assert 0.4 * looping["weight_and_kv_bytes"] < copied < looping["weight_and_kv_bytes"]
+    assert "copy" in looping["temporaries"][0][0]
+
+
 def test_the_committed_table_has_every_drafter_on_every_tpu_for_both_targets_and_a_refusal():
     drafters = {"none", "ngram", "early-exit", "fp8", "fp8:kv=own", "external"}
     for place in ("tpu-v5e", "tpu-v5p", "tpu-v6e"):
-        assert {row["drafter"] for row in COMPILED if row["device"] == place} == drafters
+        assert {row["drafter"] for row in FAITHFUL if row["device"] == place} == drafters
     for target in ("llama-3.1-8b", "llama-3.1-70b"):
-        found = [row for row in COMPILED if row["target"] == target and row["device"].startswith("tpu")]
+        found = [row for row in FAITHFUL if row["target"] == target and row["device"].startswith("tpu")]
         assert {row["drafter"] for row in found} == drafters
-    assert {row["drafter"] for row in COMPILED if row["device"] == "h100"} == drafters
-    assert {row["context"] for row in COMPILED} >= {2048, 131_072}
+    assert {row["drafter"] for row in FAITHFUL if row["device"] == "h100"} == drafters
+    assert {row["context"] for row in FAITHFUL} >= {2048, 131_072}
     refused = [row for row in ROWS if row["refusal"]]
     assert refused
     for row in refused:

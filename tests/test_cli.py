@@ -57,6 +57,8 @@ def refused(capsys, *arguments):
         (["--limit", "2", "--all"], "not allowed with argument --limit"),
         (["--prompts", "absent.jsonl"], "no prompts in absent.jsonl"),
         (["--target", "gpt-17"], "no checkpoint 'gpt-17': give a path, a Hugging Face id (org/name), or one of"),
+        (["--seed", "-1"], "'-1': must be an integer of at least 0"),
+        (["--seed", "4294967296"], "'4294967296': must be smaller than 4294967296"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
     ],
 )

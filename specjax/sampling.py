@@ -19,6 +19,8 @@ from specjax.types import Keys, Sampling
 DRAFT, ACCEPT, EXTRA = 0, 1, 2
 """Roles of a round's random streams. The residual and the bonus share `EXTRA`: a round draws one of them."""
 
+SEEDS = 1 << 32
+
 
 def make_sampling(
     batch: int,
@@ -50,7 +52,13 @@ def make_sampling(
 
 
 def row_keys(seed: int, rows: Sequence[int]) -> Keys:
-    """One key a row, from the run's seed and the row's own number, whatever batch it stands in."""
+    """One key a row, from the run's seed and the row's own number, whatever batch it stands in.
+
+    Raises:
+      ValueError: a seed that `jax.random.key` would cut to 32 bits, so that it would repeat another's numbers.
+    """
+    if not 0 <= seed < SEEDS:
+        raise ValueError(f"seed={seed}: must be 0 to {SEEDS - 1}")
     return jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(jnp.asarray(rows, jnp.uint32))
 
 

@@ -1,6 +1,7 @@
 """The command line: what it prints, what it refuses and how it ends."""
 
 import dataclasses
+import io
 import os
 import signal
 import subprocess
@@ -56,6 +57,8 @@ def refused(capsys, *arguments):
         (["--limit", "2", "--all"], "not allowed with argument --limit"),
         (["--prompts", "absent.jsonl"], "no prompts in absent.jsonl"),
         (["--target", "gpt-17"], "no checkpoint 'gpt-17': give a path, a Hugging Face id (org/name), or one of"),
+        (["--seed", "-1"], "'-1': must be an integer of at least 0"),
+        (["--seed", "4294967296"], "'4294967296': must be smaller than 4294967296"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
     ],
 )
@@ -122,6 +125,13 @@ def test_generate_streams_the_engines_text_and_then_its_statistics(checkpoint, c
     assert "acceptance length, pooled" in shown.err
     assert "tokens/s" in shown.err
     assert "greedy output" not in shown.err
+
+
+def test_a_character_that_the_terminal_lacks_is_replaced(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    generate._print_pieces(["caf", "é\n"])
+    assert raw.getvalue() == b"caf?\n"
 
 
 def test_ctrl_c_ends_generate_after_its_round_with_text_and_statistics(checkpoint, monkeypatch, capsys):

@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import json
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ from fixtures_cli import PROMPTS, question_file, tiny_checkpoint  # noqa: F401
 
 from specjax import cli, measure, records, summary, testing
 from specjax.cli import compare, options
+from specjax.cli.errors import Failure
 from specjax.cli.preparation import make_manifest, make_plan
+from specjax.engine import NotFiniteError
 from specjax.records import Record, RunFolder, RunFolderError
 from specjax.types import Counts
 
@@ -258,6 +261,14 @@ def test_logits_that_are_not_finite_end_the_run_with_a_message_and_keep_the_rest
     assert "2 of 6 results are kept" in shown.err
     assert [line["finish"] for line in lines(tmp_path / "run")] == ["length", "length", "not_finite"]
     assert "acceptance length, pooled" in shown.out
+
+
+def test_the_row_whose_logits_are_not_finite_is_named_not_the_last_of_its_batch():
+    broken = dataclasses.replace(record("none", "a", [1]), finish="not_finite")
+    plan = types.SimpleNamespace(drafters={"none": None}, chosen={"a": None, "b": None})
+    run = compare.Run(plan, types.SimpleNamespace(path="run"), {}, "s", [broken, record("none", "b", [1, 2])])
+    with pytest.raises(Failure, match="none, a: target logits of row 0 .* 1 of 2 results are kept in run"):
+        compare._say_goodbye(run, NotFiniteError(0, 3, []))
 
 
 def test_a_sampled_run_claims_no_greedy_equality(command, tmp_path, capsys):

@@ -244,3 +244,6 @@ def test_a_rows_key_depends_on_seed_and_row_number_only():
     data = jax.random.key_data
     np.testing.assert_array_equal(data(sampling.row_keys(3, [5, 9]))[1], data(sampling.row_keys(3, [9]))[0])
     assert (data(sampling.row_keys(3, [9])) != data(sampling.row_keys(4, [9]))).any()
+    for seed in (-1, 3 + 2**32):  # JAX would cut them to another seed's 32 bits
+        with pytest.raises(ValueError, match=f"seed={seed}: must be 0 to 4294967295"):
+            sampling.row_keys(seed, [9])

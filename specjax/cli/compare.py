@@ -238,7 +238,8 @@ def _say_goodbye(run: Run, stopped: BaseException | None) -> int:
     done = len({(r.drafter, r.question_id) for r in run.records if r.finish != "not_finite"})
     kept = f"{done} of {len(run.plan.drafters) * len(run.plan.chosen)} results are kept in {run.folder.path}"
     if isinstance(stopped, NotFiniteError):
-        raise Failure(f"{run.records[-1].drafter}, {run.records[-1].question_id}: {stopped}. {kept}") from stopped
+        bad = next(r for r in run.records if r.session == run.session and r.finish == "not_finite")
+        raise Failure(f"{bad.drafter}, {bad.question_id}: {stopped}. {kept}") from stopped
     if stopped is not None:
         print(f"specjax: interrupted; {kept}: the same command with this --out goes on from there", file=sys.stderr)
         return 130

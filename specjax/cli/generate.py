@@ -139,7 +139,8 @@ def _stream(request: Request, state: decode.State, interrupted: threading.Event)
 
 
 def _print_pieces(pieces: Sequence[str]) -> None:
-    sys.stdout.write("".join(pieces))
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write("".join(pieces).encode(encoding, "replace").decode(encoding))  # a terminal may lack a character
     sys.stdout.flush()
 
 

@@ -61,7 +61,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0 keeps all (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="keep the smallest set of this mass (default: 1)")
     parser.add_argument("--min-p", type=float, default=0.0, help="keep tokens of at least this share of the likeliest")
-    parser.add_argument("--seed", type=int, default=0, help="of all randomness (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="of all randomness (default: 0)")
     parser.add_argument("--system", help="system prompt")
 
 
@@ -123,6 +123,13 @@ def not_negative(text: str) -> int:
     """An argparse type: an integer of at least 0."""
     if not text.lstrip("+").isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r}: must be an integer of at least 0")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    """An argparse type: a seed."""
+    if not_negative(text) >= sampling.SEEDS:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be smaller than {sampling.SEEDS}")
     return int(text)
 
 

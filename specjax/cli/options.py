@@ -10,6 +10,7 @@ from typing import Any
 from specjax import drafter, sampling, verify, weights
 from specjax.cli.errors import Refusal
 from specjax.drafter import Drafter, Nothing
+from specjax.engine import MAX_END_IDS
 from specjax.model import Llama
 from specjax.text import Tokenizer
 from specjax.types import Params, Sampling
@@ -68,8 +69,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def open_subject(args: argparse.Namespace) -> Subject:
     """Find the target and read its description."""
     checkpoint = weights.open_checkpoint(args.target)
-    dtype = args.dtype or str(sampling.jnp.dtype(weights.default_dtype()))
-    return Subject(checkpoint, Llama(checkpoint.config), checkpoint.tokenizer(), dtype)
+    tokenizer = checkpoint.tokenizer()
+    if len(tokenizer.end_ids) > MAX_END_IDS:
+        raise ValueError(f"{args.target} has {len(tokenizer.end_ids)} end ids: at most {MAX_END_IDS} are supported")
+    return Subject(checkpoint, Llama(checkpoint.config), tokenizer, args.dtype or weights.default_dtype().__name__)
 
 
 def make_sampling(args: argparse.Namespace, batch: int) -> Sampling:

@@ -145,7 +145,10 @@ def stream(rows: Rows, wanted: Wanted, origin: Path) -> Iterator[tuple[str, Arra
         for start in range(0, leaf.shape[0], block):
             part = rows(name, start, min(start + block, leaf.shape[0]))
             check_finite(name, part, origin)
-            tensor[start : start + block] = part
+            with np.errstate(over="ignore"):
+                tensor[start : start + block] = part
+            if not np.isfinite(tensor[start : start + block]).all():
+                raise ValueError(f"tensor {name} in {origin} has values beyond {leaf.dtype}: use --dtype float32")
         yield name, jnp.asarray(tensor)
 
 

@@ -38,6 +38,14 @@ Job = Callable[[], Any]
 def jobs(seeds: int) -> dict[str, Job]:
     """Everything that is to be done, by name."""
     found: dict[str, Job] = {}
+    found["hardest direction"] = functools.partial(error_rates.hardest_direction, 20_000, 8192)
+    for first in range(0, seeds, CHUNK):
+        part = range(first, min(first + CHUNK, seeds))
+        name = f"seeds {part.start} to {part.stop - 1}"
+        found[f"right rule: {name}"] = functools.partial(error_rates.false_alarms, part)
+        found[f"large vocabulary: {name}"] = functools.partial(error_rates.transform_alarms, part)
+        if first < seeds // 2:
+            found[f"planted deviation: {name}"] = functools.partial(error_rates.detections, part)
     others = CONTROLS + VERIFY_MUTANTS[: -len(BLOCK_MUTANTS)]
     parts = [(others[first : first + 10], mutation.SAMPLES) for first in range(0, len(others), 10)]
     for part, samples in [*parts, (BLOCK_MUTANTS, lab.SAMPLES)]:  # the block rules' faults are small: all samples
@@ -47,14 +55,6 @@ def jobs(seeds: int) -> dict[str, Job]:
     for name in DRAFTERS:
         for count in DRAFTS:
             found[f"drafter: {name}, K = {count}"] = functools.partial(grid, name, count)
-    found["hardest direction"] = functools.partial(error_rates.hardest_direction, 20_000, 8192)
-    for first in range(0, seeds, CHUNK):
-        part = range(first, min(first + CHUNK, seeds))
-        name = f"seeds {part.start} to {part.stop - 1}"
-        found[f"right rule: {name}"] = functools.partial(error_rates.false_alarms, part)
-        found[f"large vocabulary: {name}"] = functools.partial(error_rates.transform_alarms, part)
-        if first < seeds // 2:
-            found[f"planted deviation: {name}"] = functools.partial(error_rates.detections, part)
     return found
 
 
@@ -97,19 +97,33 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no job after these")
     parser.add_argument("--only", default="", metavar="TEXT", help="jobs whose names start with this")
     parser.add_argument("--output", type=Path, default=Path("experiments/calibration"))
+    parser.add_argument("--readme", type=Path, default=Path("README.md"), help="its tables are written anew, too")
     args = parser.parse_args(arguments)
     began, data = time.perf_counter(), args.output.with_suffix(".json")
-    done: dict[str, Any] = json.loads(data.read_text()) if data.is_file() else {}
-    todo = {name: job for name, job in jobs(args.seeds).items() if name not in done and name.startswith(args.only)}
-    for name, job in todo.items():
+    chosen = {name: job for name, job in jobs(args.seeds).items() if name.startswith(args.only)}
+    for name, job in chosen.items():
+        if name in _read(data):
+            continue
         if time.perf_counter() - began > args.seconds:
             break
-        done[name] = job()
+        found = job()
+        done = _read(data) | {name: found}  # read again: another process may have added to it
         data.write_text(json.dumps(done, indent=1) + "\n")
-        args.output.with_suffix(".md").write_text(calibration_tables.markdown(done))
+        _write_tables(done, args.output.with_suffix(".md"), args.readme)
         print(f"{time.perf_counter() - began:6.0f} s  {name}", flush=True)
-    left = [name for name in todo if name not in done]
+    done = _read(data)
+    left = [name for name in chosen if name not in done]
     print(f"{len(left)} jobs left: {', '.join(left)}" if left else calibration_tables.markdown(done))
+
+
+def _write_tables(done: dict[str, Any], tables: Path, readme: Path) -> None:
+    tables.write_text(calibration_tables.markdown(done))
+    if readme.is_file() and calibration_tables.BEGIN in readme.read_text():
+        readme.write_text(calibration_tables.into_readme(readme.read_text(), done))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 if __name__ == "__main__":

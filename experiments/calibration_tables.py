@@ -127,19 +127,40 @@ def _killers(row: dict[str, Any]) -> str:
     """Tests that reject, with their p; `identity` and `replay` are no statistics, they know or don't."""
     found = {test: p_value for test, p_value in row["p_values"].items() if p_value <= lab.ALPHA}
     known = ("identity", "replay")
-    return ", ".join(test if test in known else f"{test} {p:.0e}" for test, p in found.items()) or "none"
+    return ", ".join(test if test in known else f"{test} {_p(p)}" for test, p in found.items()) or "none"
+
+
+def _p(p_value: float) -> str:
+    return f"{p_value:.0e}" if p_value > 0 else "<1e-300"  # below the smallest float64
+
+
+BEGIN, END = "<!-- calibration: written by experiments/calibration.py -->", "<!-- end of calibration -->"
+
+
+def into_readme(text: str, done: dict[str, Any]) -> str:
+    """The README with the tables between its two marks made anew."""
+    before, _, rest = text.partition(BEGIN)
+    parts = [false_alarms(done), detections(done), efficiency(done), compact(done)]
+    body = "\n\n".join(part for part in parts if part)
+    return f"{before}{BEGIN}\n\n{body}\n\n{END}{rest.partition(END)[2]}"
 
 
 def compact(done: dict[str, Any]) -> str:
     """Each mutant with the test that rejects it with the smallest p, for the README."""
     rows = [row for name, part in done.items() if name.startswith("mutants: ") for row in part]
     cells = [f"{row['name']} | {_first(row)}" for row in rows if _killers(row) != "none"]
+    if not cells:
+        return ""
     half = -(-len(cells) // 2)
     pairs = zip(cells[:half], [*cells[half:], " | "][:half], strict=True)
-    lines = ["| mutant | killed by | mutant | killed by |", "|---|---|---|---|"]
+    lines = [
+        f"**Mutants** that the lab rejects at its default instances, settings and level: {len(cells)}. The sharpest"
+    ]
+    lines += ["test's p stands beside its name; `identity` and `replay` know without sampling.", ""]
+    lines += ["| mutant | killed by | mutant | killed by |", "|---|---|---|---|"]
     return "\n".join([*lines, *(f"| {left} | {right} |" for left, right in pairs)])
 
 
 def _first(row: dict[str, Any]) -> str:
     test = min(row["p_values"], key=lambda test: (row["p_values"][test], test in ("identity", "replay")))
-    return test if test in ("identity", "replay") else f"{test} {row['p_values'][test]:.0e}"
+    return test if test in ("identity", "replay") else f"{test} {_p(row['p_values'][test])}"

@@ -197,11 +197,18 @@ def test_the_study_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     calls = []
     jobs = {name: lambda name=name: calls.append(name) or {"joint": 1} for name in ("right rule: seeds 0 to 49", "x")}
     monkeypatch.setattr(calibration, "jobs", lambda seeds: jobs)
-    calibration.main(["--output", str(tmp_path / "out"), "--only", "right"])
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before {calibration_tables.BEGIN} old {calibration_tables.END} after")
+    where = ["--output", str(tmp_path / "out"), "--readme", str(readme)]
+    calibration.main([*where, "--only", "right"])
     assert "0 to 49" in capsys.readouterr().out
-    calibration.main(["--output", str(tmp_path / "out")])
+    calibration.main(where)
     assert calls == ["right rule: seeds 0 to 49", "x"]
     assert "| joint | 50 |" in (tmp_path / "out.md").read_text()
+    assert readme.read_text().startswith("before ")
+    assert "| joint | 50 |" in readme.read_text()
+    assert "old" not in readme.read_text()
+    assert readme.read_text().endswith(" after")
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from specjax.model import Llama
 from specjax.types import Model, Params, Sampling
 
 SETTING = Setting(0.8, top_p=0.95)
-SEQUENCES, NEW_TOKENS, BATCH, BINS, PAIR_BINS, PERMUTATIONS = 64, 24, 16, 16, 5, 9999
-DETECT = 0.12
+SEQUENCES, NEW_TOKENS, BATCH, BINS, PAIR_BINS, PERMUTATIONS = 48, 24, 16, 16, 5, 9999
+DETECT = 0.125
 SHARES = {"transform": 0.5, "dependence": 0.25, "two-sample": 0.25}
 PROMPTS = (
     "The capital of France is", "Once upon a time there was a", "To make a good soup you need",

@@ -23,8 +23,8 @@ from specjax.exactness.statistics import EProcess, Result
 from specjax.exactness.subjects import Subject, TableDrafter, instances
 from specjax.types import Model
 
-SAMPLES = 1 << 18
-"""Sequences a mutant: a quarter of what `check` takes (a fault that this kills, more would kill)."""
+SAMPLES = 1 << 17
+"""Sequences a mutant: an eighth of what `check` takes (a fault that this kills, more would kill)."""
 
 ROWS = 224
 """Rows of a batch a mutant: a multiple of the settings' weights (7) times an instance's prompts (4)."""

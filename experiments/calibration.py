@@ -38,10 +38,13 @@ Job = Callable[[], Any]
 def jobs(seeds: int) -> dict[str, Job]:
     """Everything that is to be done, by name."""
     found: dict[str, Job] = {}
+    for name in DRAFTERS:
+        for count in DRAFTS:
+            found[f"drafter: {name}, K = {count}"] = functools.partial(grid, name, count)
     found["hardest direction"] = functools.partial(error_rates.hardest_direction, 20_000, 8192)
     for first in range(0, seeds, CHUNK):
+        name = f"seeds {first} to {min(first + CHUNK, seeds) - 1}"
         part = range(first, min(first + CHUNK, seeds))
-        name = f"seeds {part.start} to {part.stop - 1}"
         found[f"right rule: {name}"] = functools.partial(error_rates.false_alarms, part)
         found[f"large vocabulary: {name}"] = functools.partial(error_rates.transform_alarms, part)
         if first < seeds // 2:
@@ -52,9 +55,6 @@ def jobs(seeds: int) -> dict[str, Job]:
         found[f"mutants: {part[0].name} to {part[-1].name}"] = functools.partial(_panel, part, samples)
     found["mutants: lying drafters"] = lambda: _plain(mutation.liars())
     found["mutants: cache and loops"] = lambda: _plain(mutation.others())
-    for name in DRAFTERS:
-        for count in DRAFTS:
-            found[f"drafter: {name}, K = {count}"] = functools.partial(grid, name, count)
     return found
 
 

@@ -198,7 +198,7 @@ def test_the_study_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     jobs = {name: lambda name=name: calls.append(name) or {"joint": 1} for name in ("right rule: seeds 0 to 49", "x")}
     monkeypatch.setattr(calibration, "jobs", lambda seeds: jobs)
     readme = tmp_path / "README.md"
-    readme.write_text(f"before {calibration_tables.BEGIN} old {calibration_tables.END} after")
+    readme.write_text(f"before {calibration_tables.BEGIN} outdated {calibration_tables.END} after")
     where = ["--output", str(tmp_path / "out"), "--readme", str(readme)]
     calibration.main([*where, "--only", "right"])
     assert "0 to 49" in capsys.readouterr().out
@@ -207,7 +207,7 @@ def test_the_study_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     assert "| joint | 50 |" in (tmp_path / "out.md").read_text()
     assert readme.read_text().startswith("before ")
     assert "| joint | 50 |" in readme.read_text()
-    assert "old" not in readme.read_text()
+    assert "outdated" not in readme.read_text()
     assert readme.read_text().endswith(" after")
 
 

@@ -157,7 +157,7 @@ def test_every_drafter_has_the_enumerated_law_in_mixed_batches_of_ragged_prompts
 TWO = (Setting(1.0, weight=3), Setting(0.7, top_p=0.8))
 RIGHT = [mutant.name for mutant in mutants.CONTROLS]
 WRONG = ["RedrawFromP", "SoftmaxResidual", "AbsoluteResidual", "NoUniform", "OneHotResidualOfQ", "shared_uniform",
-         "row_zero_uniform", "acceptance_noise_reused", "draft_noise_reused", "draft_uniform_reused",
+         "acceptance_noise_reused", "draft_noise_reused", "draft_uniform_reused",
          "extra_from_residual", "extra_from_draft", "extra_from_previous_row", "residual_next_row", "row_of_p_off",
          "row_of_q_off", "residual_not_normalised", "block rule with break"]  # fmt: skip
 

@@ -35,6 +35,8 @@ class EarlyExit(Drafter):
 
     def check(self, model: Model, tokenizer: Tokenizer | None = None) -> None:
         """The exit must lie inside the target."""
+        if model.num_layers < 2:
+            raise ValueError("a target of one layer has no earlier exit: use a deeper one")
         if not 0 <= self.exit_layer < model.num_layers:
             raise ValueError(
                 f"exit_layer={self.exit_layer}: must be 1 to {model.num_layers - 1} for a target of "

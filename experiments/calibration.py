@@ -1,188 +1,129 @@
-"""Does the exactness lab keep its promises? Error rates of its tests over many seeds.
+"""Does the exactness lab keep its promises? Error rates, mutants, efficiency, and every drafter of the project.
 
-    python -m specjax.experiments.calibration --output experiments/calibration
+    python -m specjax.experiments.calibration --seconds 240      # again and again, until it says that all is done
 
-Right rule: each test's false-alarm rate must lie in the 99 % binomial interval of its nominal level (the
-sequential test promises at most its level). Planted deviation: a target whose table differs by exactly
-the total variation that the report calls detectable must be rejected in at least 99 % of the seeds.
-`--mutants` adds the mutation table.
+Jobs run in turn; each one's raw result goes to `OUTPUT.json` as it ends, with the tables made of all of them in
+`OUTPUT.md`. A run that ends or is stopped loses one job at most; the same command goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from scipy.optimize import brentq
-from scipy.stats import binom
+from specjax.experiments import calibration_tables, error_rates
 
-from specjax import decode
-from specjax.exactness import lab, mutation, sampler, statistics
-from specjax.exactness.oracle import Joint
+from specjax import decode, drafter
+from specjax.exactness import lab, mutation
+from specjax.exactness.mutants import BLOCK_MUTANTS, CONTROLS, VERIFY_MUTANTS, Mutant
 from specjax.exactness.sampler import Setting
-from specjax.exactness.statistics import EProcess
-from specjax.exactness.subjects import Subject, instances
+from specjax.exactness.subjects import llama_subject
 
-LEVEL = 0.05
-SETTINGS = (Setting(1.0), Setting(0.7, top_p=0.8))
-Say = Callable[[str], None]
+SETTINGS = (Setting(1.0), Setting(0.7, top_p=0.8), Setting(1.0, top_k=5), Setting(1.0, min_p=0.1), Setting(0.0))
+DRAFTERS = {
+    "ngram": ("ngram", {}), "early-exit": ("early-exit", {"exit_layer": "1"}), "external": ("external", {}),
+    "fp8 kv=shared": ("fp8", {}), "fp8 kv=own": ("fp8", {"kv": "own"}),
+}  # fmt: skip
+DRAFTS = (1, 3, 7)
+CHUNK = 50  # seeds a job
+Job = Callable[[], Any]
 
 
-def false_alarms(seeds: int, samples: int, say: Say = lambda text: None) -> dict[str, Any]:
-    """How often each test rejects the right rule at `LEVEL`."""
-    subject, drafter = instances(3)[0]
-    program = decode.Program(subject.model, drafter)
-    length = lab.Experiment(program, subject).length
-    joints = lab.joint_laws(subject, SETTINGS, length)
-    alarms = dict.fromkeys(lab.SHARES, 0)
-    for seed in range(seeds):
-        tally = _sample(program, subject, SETTINGS, length, samples, 10_000 + seed)
-        results = []
-        for index, joint in enumerate(joints):
-            bet = EProcess(np.append(joint.cells, 0.0))
-            bet.update(tally.cells[index])
-            results += lab.case_results(str(SETTINGS[index]), tally, index, joint, bet)
-        for test in alarms:
-            family = [result.p_value for result in results if result.test == test]
-            alarms[test] += min(statistics.holm(family, [1.0] * len(family))) <= LEVEL
-        if seed % 50 == 49:
-            say(f"right rule: {seed + 1} of {seeds} seeds, {alarms}")
-    low, high = (int(binom.ppf(q, seeds, LEVEL)) for q in (0.005, 0.995))
+def jobs(seeds: int) -> dict[str, Job]:
+    """Everything that is to be done, by name."""
+    found: dict[str, Job] = {}
+    for name in DRAFTERS:
+        for count in DRAFTS:
+            found[f"drafter: {name}, K = {count}"] = functools.partial(grid, name, count)
+    found["hardest direction"] = functools.partial(error_rates.hardest_direction, 20_000, 8192)
+    for first in range(0, seeds, CHUNK):
+        name = f"seeds {first} to {min(first + CHUNK, seeds) - 1}"
+        part = range(first, min(first + CHUNK, seeds))
+        found[f"right rule: {name}"] = functools.partial(error_rates.false_alarms, part)
+        found[f"large vocabulary: {name}"] = functools.partial(error_rates.transform_alarms, part)
+        if first < seeds // 2:
+            found[f"planted deviation: {name}"] = functools.partial(error_rates.detections, part)
+    others = CONTROLS + VERIFY_MUTANTS[: -len(BLOCK_MUTANTS)]
+    parts = [(others[first : first + 10], mutation.SAMPLES) for first in range(0, len(others), 10)]
+    for part, samples in [*parts, (BLOCK_MUTANTS, lab.SAMPLES)]:  # the block rules' faults are small: all samples
+        found[f"mutants: {part[0].name} to {part[-1].name}"] = functools.partial(_panel, part, samples)
+    found["mutants: lying drafters"] = lambda: _plain(mutation.liars())
+    found["mutants: cache and loops"] = lambda: _plain(mutation.others())
+    return found
+
+
+def _panel(mutants: list[Mutant], samples: int) -> list[dict[str, Any]]:
+    return _plain(mutation.panel(mutants, samples=samples))
+
+
+def _plain(rows: list[mutation.Row]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(row) for row in rows]
+
+
+def grid(name: str, drafts: int, samples: int = 1 << 17, settings: tuple[Setting, ...] = SETTINGS) -> dict[str, Any]:
+    """One drafter at one number of drafts: ragged prompts, all settings mixed in a batch.
+
+    Six ids, so that top-k 5 leaves one out; a window of seven has too many cells then, and a vocabulary of two
+    goes through all of it in a second experiment of the same family.
+    """
+    spec, fields = DRAFTERS[name]
+    chosen = drafter.load(spec, fields | {"num_speculative_tokens": str(drafts)})
+    sizes = {1: [(6, 3)], 3: [(6, 4)], 7: [(6, 4), (2, 9)]}[drafts]
+    experiments = []
+    for vocab, length in sizes:
+        subject = llama_subject(vocab)
+        program = decode.Program(subject.model, chosen)
+        experiments.append(lab.Experiment(program, subject, new_tokens=length))
+    report = lab.run(experiments, settings, samples, lab.ALPHA, 0.1, seed=0)
+    best = report.strongest(1)[0]
     return {
-        test: {
-            "alarms": count, "seeds": seeds, "rate": count / seeds, "level": LEVEL, "interval": [low, high],
-            "holds": bool(count <= high and (count >= low or test == "sequential")),
-        }
-        for test, count in alarms.items()
+        "verdict": report.verdict, "samples": report.samples, "tests": len(report.results),
+        "detectable": report.detectable, "p_value": min(r.p_value for r in report.results),
+        "adjusted": best.adjusted, "test": best.test, "seconds": report.seconds,
+        "accepted": max(case.accepted_per_round for case in report.cases),
     }  # fmt: skip
-
-
-def detections(seeds: int, samples: int, say: Say = lambda text: None) -> dict[str, Any]:
-    """How often the joint test, at the level that `check` gives it, rejects a deviation of the detectable size."""
-    subject, drafter = instances(3)[0]
-    program = decode.Program(subject.model, drafter)
-    length = lab.Experiment(program, subject).length
-    joint = lab.joint_laws(subject, SETTINGS[:1], length)[0]
-    level = lab.ALPHA * lab.SHARES["joint"]
-    counted = int((sampler.make_cases(subject, SETTINGS, length, samples).case == 0).sum())
-    size = statistics.detectable(counted, joint.cells, level)
-    planted = _planted(subject, joint, length, size, counted)
-    caught = 0
-    for seed in range(seeds):
-        tally = _sample(program, planted, SETTINGS, length, samples, 20_000 + seed)
-        caught += statistics.joint_test(tally.cells[0][:-1], joint, "").p_value <= level
-        if seed % 50 == 49:
-            say(f"planted deviation of {size:.4f}: {caught} of {seed + 1} seeds caught")
-    worst = _worst_case(joint, size, counted, level, seeds=20 * seeds)
-    return {
-        "total_variation": size, "samples": counted, "level": level, "caught": caught, "seeds": seeds,
-        "rate": caught / seeds, "worst_direction_rate": worst, "holds": caught >= 0.99 * seeds,
-    }  # fmt: skip
-
-
-def _sample(
-    program: decode.Program, subject: Subject, settings: tuple[Setting, ...], length: int, samples: int, seed: int
-) -> sampler.Tally:
-    params = program.drafter.params(jax.random.key(0), subject.model, subject.params)
-    *_, tally = sampler.sample(
-        program, subject, params, settings, new_tokens=length, samples=samples, seed=seed, batch=samples
-    )
-    return tally
-
-
-def _planted(subject: Subject, joint: Joint, length: int, size: float, samples: int) -> Subject:
-    """The subject with every logit moved by +c or -c, so that the pooled joint law moves by `size`."""
-    labels = statistics.pools(joint.cells * samples)
-    sign = np.random.default_rng(0).choice([-1.0, 1.0], subject.params["table"].shape)
-
-    def moved(c: float) -> Subject:
-        table = subject.params["table"] + jnp.asarray(c * sign, jnp.float32)
-        return dataclasses.replace(subject, params={"table": table})
-
-    def excess(c: float) -> float:
-        law = lab.joint_laws(moved(c), SETTINGS[:1], length)[0].cells
-        moves = np.bincount(labels[labels >= 0], (law - joint.cells)[labels >= 0])
-        return 0.5 * float(np.abs(moves).sum()) - size
-
-    return moved(float(brentq(excess, 0.0, 1.0, xtol=1e-5)))
-
-
-def _worst_case(joint: Joint, size: float, samples: int, level: float, seeds: int) -> float:
-    """Rejections of the deviation that is hardest to see: in proportion to p, up in one half of the mass."""
-    generator, law = np.random.default_rng(1), joint.cells
-    labels = statistics.pools(law * samples)  # the promise is about pooled cells: a pool moves as one
-    mass = np.bincount(labels[labels >= 0], law[labels >= 0])
-    order = generator.permutation(len(mass))
-    half = np.empty(len(mass), bool)
-    half[order] = np.cumsum(mass[order]) < 0.5
-    up = half[labels]
-    sign = np.where(up, 0.5 / law[up].sum(), -0.5 / law[~up].sum())
-    moved = law * (1 + 2 * size * sign)
-    draws = generator.multinomial(samples, moved / moved.sum(), size=seeds)
-    return float(np.mean([statistics.g_test(counts.astype(float), law)[2] <= level for counts in draws]))
-
-
-def markdown(found: dict[str, Any]) -> str:
-    """The tables that are committed."""
-    lines = [f"Right rule, {LEVEL:g} level each, {next(iter(found['false_alarms'].values()))['seeds']} seeds:", ""]
-    lines += ["| test | alarms | 99 % interval | holds |", "|---|---|---|---|"]
-    for test, row in found["false_alarms"].items():
-        span = (
-            f"{row['interval'][0]} to {row['interval'][1]}" if test != "sequential" else f"at most {row['interval'][1]}"
-        )
-        lines.append(f"| {test} | {row['alarms']} ({row['rate']:.3f}) | {span} | {'yes' if row['holds'] else 'NO'} |")
-    hit = found["detections"]
-    if "caught" in hit:
-        lines += ["", f"Planted deviation of that size: caught in {hit['caught']} of {hit['seeds']} seeds."]
-    lines += [
-        "",
-        f"Hardest direction, total variation {hit['total_variation']:.4f} of the pooled law, the detectable size at "
-        f"{hit['samples']:,} sequences and level {hit['level']:g}: {hit['worst_direction_rate']:.1%} caught.",
-    ]
-    if "mutants" in found:
-        lines += ["", "| mutant | what it computes | sequences | TV seen | accepted | killed by | p |"]
-        lines.append("|---|---|---|---|---|---|---|")
-        for row in found["mutants"]:
-            killers = ", ".join(row["killed_by"]) or "none"
-            lines.append(
-                f"| {row['name']} | {row['fault']} | {row['samples']:,} | {row['total_variation']:.3f} "
-                f"| {row['accepted_per_round']:.2f} | {killers} | {row['p_value']:.1g} |"
-            )
-    return "\n".join(lines) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the study and write `OUTPUT.json` and `OUTPUT.md`."""
+    """Do what is not done yet, as long as there is time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=400, help="of the right rule; half as many of the deviation")
-    parser.add_argument("--samples", type=int, default=1 << 13, help="sequences a seed")
-    parser.add_argument("--mutants", type=int, default=0, metavar="N", help="sequences a mutant; 0 leaves them out")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no job after these")
+    parser.add_argument("--only", default="", metavar="TEXT", help="jobs whose names start with this")
     parser.add_argument("--output", type=Path, default=Path("experiments/calibration"))
+    parser.add_argument("--readme", type=Path, default=Path("README.md"), help="its tables are written anew, too")
     args = parser.parse_args(arguments)
-    began = time.perf_counter()
+    began, data = time.perf_counter(), args.output.with_suffix(".json")
+    chosen = {name: job for name, job in jobs(args.seeds).items() if name.startswith(args.only)}
+    for name, job in chosen.items():
+        if name in _read(data):
+            continue
+        if time.perf_counter() - began > args.seconds:
+            break
+        found = job()
+        done = _read(data) | {name: found}  # read again: another process may have added to it
+        data.write_text(json.dumps(done, indent=1) + "\n")
+        _write_tables(done, args.output.with_suffix(".md"), args.readme)
+        print(f"{time.perf_counter() - began:6.0f} s  {name}", flush=True)
+    done = _read(data)
+    left = [name for name in chosen if name not in done]
+    print(f"{len(left)} jobs left: {', '.join(left)}" if left else calibration_tables.markdown(done))
 
-    def say(text: str) -> None:
-        print(f"{time.perf_counter() - began:6.0f} s  {text}", flush=True)
 
-    found: dict[str, Any] = {
-        "false_alarms": false_alarms(args.seeds, args.samples, say),
-        "detections": detections(args.seeds // 2, args.samples, say),
-    }
-    if args.mutants:
-        rows = [*mutation.panel(samples=args.mutants, progress=say), *mutation.liars(samples=args.mutants)]
-        rows += mutation.others(samples=args.mutants)
-        found["mutants"] = [dataclasses.asdict(row) for row in rows]
-    args.output.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    args.output.with_suffix(".md").write_text(markdown(found))
-    print(markdown(found))
+def _write_tables(done: dict[str, Any], tables: Path, readme: Path) -> None:
+    tables.write_text(calibration_tables.markdown(done))
+    if readme.is_file() and calibration_tables.BEGIN in readme.read_text():
+        readme.write_text(calibration_tables.into_readme(readme.read_text(), done))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class Match(Token):
 
     This is `Token` with a one-hot q: x is accepted with probability p(x), and what remains is p without x,
     which is the law of y given y != x. Reports that the rule is biased hold for an implementation that
-    draws again from norm(max(p - q, 0)) after a mismatch (tests/test_exactness_rules.py settles both).
+    draws again from norm(max(p - q, 0)) after a mismatch (tests/test_exactness.py settles both).
     It accepts sum p q where `Token` accepts sum min(p, q).
     """
 

@@ -1,13 +1,16 @@
 """What the README says works: its commands stand there as they are, and its drafter is a drafter."""
 
+import json
 import re
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from specjax.experiments import calibration_tables
 
 from specjax import Engine, Nothing, cli, drafter, make_sampling, testing
+from specjax.exactness import lab, mutants
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -31,6 +34,16 @@ def test_the_two_commands_stand_in_the_first_screen():
 def test_the_table_of_a_real_run_stands_there():
     for line in ("acceptance length, pooled", "HBM added by weights", "greedy output equals none's"):
         assert re.search(rf"^ ?{line} .*\d|^ ?{line} .*yes", README, re.MULTILINE), line
+
+
+def test_its_tables_of_the_exactness_lab_are_those_of_the_committed_study():
+    done = json.loads((Path(__file__).parents[1] / "experiments" / "calibration.json").read_text())
+    assert calibration_tables.into_readme(README, done) == README
+    assert all(row["holds"] for row in calibration_tables.rates(done).values())
+    rows = {row["name"]: row for name, part in done.items() if name.startswith("mutants: ") for row in part}
+    right = {mutant.name for mutant in mutants.CONTROLS}
+    assert {name for name, row in rows.items() if min(row["p_values"].values()) > lab.ALPHA} == right
+    assert all(row["verdict"] == "PASS" for name, row in done.items() if name.startswith("drafter: "))
 
 
 def test_every_command_in_the_readme_exists():

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 from specjax import drafter, verify
 from specjax.exactness import lab, large
@@ -36,8 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--alpha", type=float, default=lab.ALPHA, help="level of the whole family of tests")
     parser.add_argument(
-        "--detect", type=float, default=lab.DETECT, metavar="TV",
-        help="total variation to be caught with 99 %% probability; with less power the verdict is INCONCLUSIVE",
+        "--detect", type=float, metavar="TV",
+        help="total variation to be caught with 99 %% probability; with less power the verdict is INCONCLUSIVE "
+        f"(default {lab.DETECT:g}; a checkpoint: {large.DETECT:g}, of the transform's law)",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", metavar="FILE.json", help="write the report, and a picture beside it")
@@ -74,12 +76,12 @@ def _report(args: argparse.Namespace) -> lab.Report:
             raise ValueError(f"target {args.target}: name a drafter to test with it, e.g. --drafter fp8")
         setting = settings[0] if len(settings) == 1 else large.SETTING
         return large.check_large(
-            chosen, args.target, rule=rule, setting=setting, sequences=args.samples or large.SEQUENCES,
-            alpha=args.alpha, detect=args.detect, seed=args.seed, progress=_progress,
+            chosen, args.target, rule=rule, setting=setting, sequences=_or(args.samples, large.SEQUENCES),
+            alpha=args.alpha, detect=_or(args.detect, large.DETECT), seed=args.seed, progress=_progress,
         )  # fmt: skip
     return lab.check(
-        chosen, rule=rule, target=args.target, settings=settings, samples=args.samples or lab.SAMPLES,
-        alpha=args.alpha, detect=args.detect, seed=args.seed, progress=_progress,
+        chosen, rule=rule, target=args.target, settings=settings, samples=_or(args.samples, lab.SAMPLES),
+        alpha=args.alpha, detect=_or(args.detect, lab.DETECT), seed=args.seed, progress=_progress,
     )  # fmt: skip
 
 
@@ -103,6 +105,10 @@ def load_rule(spec: str) -> verify.Rule:
     if not hasattr(module, name):
         raise ValueError(f"rule {spec!r}: {path} has no class {name!r}")
     return getattr(module, name)()
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
 
 
 def _pair(text: str) -> tuple[str, str]:

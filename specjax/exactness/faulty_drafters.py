@@ -1,4 +1,4 @@
-"""Drafters that draw from one law and report another, and a target whose cache keeps rejected tokens."""
+"""Drafters that draw from one law and report another, a cache that keeps rejected tokens, and faulty loops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from specjax import sampling
+from specjax import decode, sampling
 from specjax.exactness.subjects import TableDrafter
 from specjax.testing import TableModel
 from specjax.types import Cache, Forward, Keys, Params, Sampling, Target
@@ -143,13 +143,33 @@ FAULTY_DRAFTERS: dict[str, type[Liar]] = {
 
 @dataclass(frozen=True)
 class Liars(TableDrafter):
-    """Every liar in turn, a row each: one compilation for all."""
+    """Every liar on an equal block of rows, in order: one compilation for all."""
 
     def draw(
         self, keys: Keys, params: Params, target: Target, context: Int[Array, "B O"]
     ) -> tuple[Int[Array, "B"], Float[Array, "B V"]]:
-        """Each row's own liar draws and reports."""
+        """Each block's own liar draws and reports."""
         kinds = [kind(self.num_speculative_tokens, self.order, self.seed) for kind in FAULTY_DRAFTERS.values()]
         tokens, laws = zip(*(kind.draw(keys, params, target, context) for kind in kinds), strict=True)
         rows = jnp.arange(context.shape[0], dtype=jnp.int32)
-        return jnp.stack(tokens)[rows % len(kinds), rows], jnp.stack(laws)[rows % len(kinds), rows]
+        own = rows * len(kinds) // context.shape[0]
+        return jnp.stack(tokens)[own, rows], jnp.stack(laws)[own, rows]
+
+
+def late_end(program: decode.Program, params: Any, drafter_params: Any, state: decode.State) -> decode.State:
+    """End-of-sequence is looked for in a round's last token only."""
+    ends = state.end_ids
+
+    def body(state: decode.State) -> decode.State:
+        blind = replace(state, end_ids=jnp.full_like(ends, -1))
+        state = replace(decode.decode_round(program, params, drafter_params, blind), end_ids=ends)
+        last = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)
+        return replace(state, done=state.done | jnp.any(last == ends[None], -1))
+
+    return jax.lax.while_loop(lambda state: ~jnp.all(state.done), body, state)
+
+
+def extra_counted(program: decode.Program, params: Any, drafter_params: Any, state: decode.State) -> decode.State:
+    """The further token is counted as an accepted draft."""
+    state = decode.run(program, params, drafter_params, state)
+    return replace(state, counts=replace(state.counts, accepted=state.counts.emitted))

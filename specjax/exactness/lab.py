@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -43,7 +43,6 @@ class Experiment:
     program: decode.Program
     subject: Subject
     drafter_seed: int = 0
-    loop: sampler.Loop = decode.run
     new_tokens: int = 0
 
     @property
@@ -138,41 +137,38 @@ def run(
     least = 200 * sum(len(e.subject.contexts) * len(settings) for e in experiments)
     if samples < least:
         raise ValueError(f"samples={samples}: too few for any test of these settings; ask for at least {least:,}")
-    rule = experiments[0].program.rule
+    program = experiments[0].program
     found = [measure(e, settings, share, seed + i, progress) for i, e in enumerate(experiments)]
     progress("enumerating the rule's own law")
-    gate, identities = identity.check_rule(rule)
+    gate, identities = identity.check_rule(program.rule)
     results = adjust([r for part in found for r in part[1]])
     results = [*results, *identities, *(r for part in found for r in identity.replay_results(part[2]))]
 
-    cases = [(case, joint) for part in found for case, joint in zip(part[0], part[3], strict=True)]
+    pairs = [pair for part in found for pair in zip(part[0], part[3], strict=True)]
+    cases, joints = [case for case, _ in pairs], [joint for _, joint in pairs]
     level = alpha * SHARES["joint"] / len(cases)
-    sized = [
-        dataclasses.replace(case, detectable=statistics.detectable(case.counts.sum(), joint.cells, level))
-        for case, joint in cases
-    ]
-    worst = max(case.detectable for case in sized)
-    approximate = compatibility.is_approximate(rule)
+    sizes = [statistics.detectable(case.counts.sum(), joint.cells, level) for case, joint in pairs]
+    worst = max(sizes)
+    approximate = compatibility.is_approximate(program.rule)
     rejected = any(result.adjusted <= alpha for result in results)
-    verdict = APPROXIMATE if approximate else FAIL if rejected else INCONCLUSIVE if worst > detect else PASS
     return Report(
-        verdict=verdict,
+        verdict=APPROXIMATE if approximate else FAIL if rejected else INCONCLUSIVE if worst > detect else PASS,
         subject=", ".join(dict.fromkeys(e.subject.name for e in experiments)),
         drafter=", ".join(dict.fromkeys(str(e.program.drafter) for e in experiments)),
-        rule=str(rule),
-        proven=verify.is_exact(rule),
+        rule=str(program.rule),
+        proven=program.exact,
         settings=tuple(map(str, settings)),
-        samples=int(sum(case.counts.sum() for case in sized)),
+        samples=int(sum(case.counts.sum() for case in cases)),
         tokens=max(e.length for e in experiments),
         alpha=alpha,
         detect=detect,
         detectable=worst,
-        needed=_needed(sized, [joint for _, joint in cases], detect, level) if worst > detect else 0,
+        needed=_needed(cases, joints, detect, level) if worst > detect else 0,
         results=tuple(results),
         gate=gate,
-        cases=tuple(sized),
-        deviations=analysis.explain(results, cases, alpha) if rejected else (),
-        divergences=tuple(analysis.divergence(case, joint) for case, joint in cases) if approximate else (),
+        cases=tuple(dataclasses.replace(c, detectable=size) for c, size in zip(cases, sizes, strict=True)),
+        deviations=analysis.explain(results, pairs, alpha) if rejected else (),
+        divergences=tuple(analysis.divergence(*pair) for pair in pairs) if approximate else (),
         seconds=time.perf_counter() - began,
     )
 
@@ -183,23 +179,21 @@ def measure(
     samples: int,
     seed: int,
     progress: Callable[[str], None] = lambda text: None,
-    end_id: int = -1,
 ) -> tuple[list[Case], list[Result], Tally, list[Joint]]:
     """Counts of every case, and the results of every test, not yet corrected."""
     subject, program, length = experiment.subject, experiment.program, experiment.length
     check_enumerable(subject.tokens, length)
-    joints = joint_laws(subject, settings, length, end_id)
+    joints = joint_laws(subject, settings, length)
     drafter_params = program.drafter.params(jax.random.key(experiment.drafter_seed), subject.model, subject.params)
     bets = [EProcess(np.append(joint.cells, 0.0)) for joint in joints]
-    tallies: Iterable[Tally] = sampler.sample(
-        program, subject, drafter_params, settings,
-        new_tokens=length, samples=samples, seed=seed, loop=experiment.loop, end_id=end_id,
-    )  # fmt: skip
-    for tally in tallies:
+    for tally in sampler.sample(
+        program, subject, drafter_params, settings, new_tokens=length, samples=samples, seed=seed
+    ):
         for bet, counts in zip(bets, tally.cells, strict=True):
             bet.update(counts)
         progress(f"{subject.name}: {int(tally.cells.sum()):,} sequences")
-    names = [f"{s}{_place(subject, c)}" for c in range(len(subject.contexts)) for s in settings]
+    after = [f", after {list(prompts[0])}" if len(subject.contexts) > 1 else "" for prompts in subject.contexts]
+    names = [f"{setting}{place}" for place in after for setting in settings]
     results, cases = [], []
     for index, (name, joint) in enumerate(zip(names, joints, strict=True)):
         results += case_results(f"{subject.name}, {name}", tally, index, joint, bets[index])
@@ -239,10 +233,6 @@ def adjust(results: Sequence[Result], shares: dict[str, float] | None = None) ->
     weights = [shares[result.test] / sizes[result.test] for result in results]
     adjusted = statistics.holm([result.p_value for result in results], weights)
     return [dataclasses.replace(r, adjusted=a) for r, a in zip(results, adjusted, strict=True)]
-
-
-def _place(subject: Subject, context: int) -> str:
-    return f", after {list(subject.contexts[context][0])}" if len(subject.contexts) > 1 else ""
 
 
 def _needed(cases: Sequence[Case], joints: Sequence[Joint], detect: float, level: float) -> int:

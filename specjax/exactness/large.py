@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 from scipy.stats import chi2
 
 from specjax import decode, sampling, verify, weights
@@ -29,11 +29,11 @@ from specjax.exactness.report import APPROXIMATE, FAIL, INCONCLUSIVE, PASS, Case
 from specjax.exactness.sampler import Setting
 from specjax.exactness.statistics import Result
 from specjax.model import Llama
-from specjax.types import Cache, Draft, Model, Params
+from specjax.types import Model, Params, Sampling
 
 SETTING = Setting(0.8, top_p=0.95)
-SEQUENCES, NEW_TOKENS, BATCH, BINS, PAIR_BINS, PERMUTATIONS = 64, 32, 16, 16, 5, 9999
-DETECT = 0.15
+SEQUENCES, NEW_TOKENS, BATCH, BINS, PAIR_BINS, PERMUTATIONS = 48, 24, 16, 16, 5, 9999
+DETECT = 0.125
 SHARES = {"transform": 0.5, "dependence": 0.25, "two-sample": 0.25}
 PROMPTS = (
     "The capital of France is", "Once upon a time there was a", "To make a good soup you need",
@@ -66,6 +66,10 @@ def check_large(
       ValueError: a tree of drafts, or options out of range.
     """
     began = time.perf_counter()
+    if not 0 < alpha < 1 or not 0 < detect < 1 or sequences < 1:
+        raise ValueError(
+            f"alpha={alpha}, detect={detect}, sequences={sequences}: two levels in (0, 1), at least one text"
+        )
     rule = rule or verify.Token()
     drafter = drafters.load(drafter) if isinstance(drafter, str) else drafter
     name, model, params, prompts = _target(target)
@@ -73,8 +77,8 @@ def check_large(
     prompts = [prompts[i % len(prompts)] for i in range(-(-sequences // batch) * batch)]
     program = decode.Program(model, drafter, rule)
     options = (params, prompts, setting, new_tokens, batch)
-    values, texts = _decode(program, *options, seed, progress)
-    _, plain = _decode(decode.Program(model, drafters.Nothing()), *options, seed + 1, progress, transform=False)
+    values, texts = collect(program, *options, seed, progress)
+    _, plain = collect(decode.Program(model, drafters.Nothing()), *options, seed + 1, progress, transform=False)
 
     results = [*transform_tests(values), two_sample_test(texts, plain, prompts, seed)]
     gate, identities = identity.check_rule(rule)
@@ -91,7 +95,7 @@ def check_large(
         subject=name,
         drafter=str(drafter),
         rule=str(rule),
-        proven=verify.is_exact(rule),
+        proven=program.exact,
         settings=(str(setting),),
         samples=len(prompts),
         tokens=new_tokens,
@@ -116,98 +120,101 @@ def _target(target: Any) -> tuple[str, Model, Params, list[list[int]]]:
     return target, Llama(checkpoint.config), checkpoint.load(jnp.float32), [tokenizer.encode(text) for text in PROMPTS]
 
 
-def _decode(
+def collect(
     program: decode.Program, params: Params, prompts: Sequence[Sequence[int]], setting: Setting, new_tokens: int,
-    batch: int, seed: int, progress: Callable[[str], None], transform: bool = True,
+    batch: int, seed: int, progress: Callable[[str], None] = lambda text: None, transform: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Transformed values [sequences, new_tokens] (NaN for the first token) and the tokens themselves."""
+    """Transformed values [sequences, new_tokens] (NaN where no round emitted) and the tokens themselves."""
     own = program.drafter.params(jax.random.key(0), program.model, params)
-    longest = max(len(prompt) for prompt in prompts)
-    values = np.full((len(prompts), new_tokens), np.nan)
-    texts = np.zeros((len(prompts), new_tokens), np.int64)
+    slots = max(len(prompt) for prompt in prompts) + new_tokens + program.drafter.num_speculative_tokens
+    values: list[np.ndarray] = []
+    texts: list[np.ndarray] = []
     for first in range(0, len(prompts), batch):
-        rows = range(first, first + batch)
-        tokens = np.zeros((batch, longest + new_tokens + program.drafter.num_speculative_tokens), np.int32)
-        for row in rows:
-            tokens[row - first, : len(prompts[row])] = prompts[row]
-        length = np.array([len(prompts[row]) for row in rows], np.int32)
+        rows = prompts[first : first + batch]
+        tokens = np.zeros((batch, slots), np.int32)
+        for row, prompt in enumerate(rows):
+            tokens[row, : len(prompt)] = prompt
+        length = np.array([len(prompt) for prompt in rows], np.int32)
         state = decode.start(
             program, params, own, jnp.asarray(tokens), jnp.asarray(length), jnp.asarray(length + new_tokens),
-            sampling.row_keys(seed, rows), jnp.full((1,), -1, jnp.int32),
+            sampling.row_keys(seed, range(first, first + batch)), jnp.full((1,), -1, jnp.int32),
             sampling.make_sampling(batch, setting.temperature, setting.top_k, setting.top_p, setting.min_p),
             cache_dtype=jnp.float32,
         )  # fmt: skip
+        window = length[:, None] + np.arange(new_tokens)
         if transform:
-            state = _watched(program, params, own, state, length, values[first : first + batch], seed)
+            state, drafted = _watch(program, params, own, state, jnp.asarray(length), new_tokens)
+            noise = jax.random.fold_in(jax.random.key(seed), 1 << 20 | first)
+            seen = _transform(program.model, params, state.tokens, jnp.asarray(window), drafted, state.sampling, noise)
+            values.append(np.asarray(seen, np.float64))
+            values[-1][:, 0] = np.nan  # emitted by the prompt's own pass
         else:
             state = decode.run(program, params, own, state)
-        got = np.asarray(state.tokens)
-        for row in rows:
-            texts[row] = got[row - first, len(prompts[row]) : len(prompts[row]) + new_tokens]
+        texts.append(np.take_along_axis(np.asarray(state.tokens), window, 1))
         progress(f"{program.drafter}: {first + batch} of {len(prompts)} sequences")
-    return values, texts
+    return np.concatenate(values) if values else np.zeros((0, new_tokens)), np.concatenate(texts)
 
 
-def _watched(
-    program: decode.Program, params: Params, own: Params, state: decode.State, first: np.ndarray,
-    values: np.ndarray, seed: int,
-) -> decode.State:  # fmt: skip
-    """Decode to the end; every round's tokens are transformed under laws from a cache that sees no drafts."""
-    cache = _read(program.model, params, state.tokens, state.length - 1)
-    noise = jax.random.fold_in(jax.random.key(seed), 1 << 20)
-    while not bool(jnp.all(state.done)):
-        before = np.asarray(state.length)
-        state, cache, got, real = _round(program, params, own, state, cache, noise)
-        noise = jax.random.fold_in(noise, 1)
-        index = before[:, None] - first[:, None] + np.arange(got.shape[1])
-        for row, column in zip(*np.nonzero(np.asarray(real)), strict=True):
-            values[row, index[row, column]] = got[row, column]
-    return state
+@functools.partial(jax.jit, static_argnames=("program", "new_tokens"))
+def _watch(
+    program: decode.Program, params: Params, own: Params, state: decode.State, first: Int[Array, "B"], new_tokens: int
+) -> tuple[decode.State, Array]:
+    """Decode to the end, and note what was drafted for each new token.
+
+    Returns:
+      the last state, and for each token the law of its draft [B, N, V], zeros where it had none; for point
+      masses their ids [B, N], -1 where there was none.
+    """
+    outline = jax.eval_shape(functools.partial(decode.propose, program, params, own), state)
+    if outline.parents is not None:
+        raise ValueError(f"drafter {program.drafter} drafts trees: the transform orders tokens along a chain only")
+    rows = jnp.arange(state.tokens.shape[0], dtype=jnp.int32)[:, None]
+    steps = jnp.arange(outline.tokens.shape[1], dtype=jnp.int32)[None]
+    shape = (len(rows), new_tokens)
+    blank = jnp.full(shape, -1, jnp.int32)
+    if outline.log_q is not None:
+        blank = jnp.zeros((*shape, outline.log_q.shape[-1]), jnp.float32)
+
+    def body(carry: Any) -> Any:
+        state, drafted = carry
+        draft = decode.propose(program, params, own, state)
+        after = decode.settle(program, params, state, draft)
+        emitted = state.length[:, None] + steps < after.length[:, None]
+        index = jnp.where(emitted, state.length[:, None] + steps - first[:, None], new_tokens)
+        kept = draft.tokens if draft.log_q is None else draft.log_q
+        return after, drafted.at[rows, index].set(kept, mode="drop")
+
+    return jax.lax.while_loop(lambda carry: ~jnp.all(carry[0].done), body, (state, blank))
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
-def _read(model: Model, params: Params, tokens: Int[Array, "B T"], length: Int[Array, "B"]) -> Cache:
-    cache = model.init_cache(tokens.shape[0], tokens.shape[1], jnp.float32)
-    return decode.prefill(model, params, tokens, length, cache)[2]
-
-
-@functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("cache",))
-def _round(
-    program: decode.Program, params: Params, own: Params, state: decode.State, cache: Cache, noise: Key[Array, ""]
-) -> tuple[decode.State, Cache, Float[Array, "B S"], Bool[Array, "B S"]]:
-    draft = decode.propose(program, params, own, state)
-    if draft.parents is not None:
-        raise ValueError(f"drafter {program.drafter} drafts trees: the transform orders tokens along a chain only")
-    start = state.length - 1
-    after = decode.settle(program, params, state, draft)
-    width = draft.tokens.shape[1] + 1
-    index = start[:, None] + jnp.arange(width + 1, dtype=jnp.int32)[None]
-    window = jnp.take_along_axis(after.tokens, jnp.minimum(index, after.tokens.shape[1] - 1), 1)
-    out = program.model.forward(params, window[:, :-1], cache, start)
-    logits = program.model.logits(params, out.hidden)[..., : program.model.vocab_size]
-    log_p = sampling.log_probs(logits, state.sampling)
-    real = index[:, 1:] < after.length[:, None]
-    return after, out.cache, _transform(log_p, _draft_laws(draft, log_p), window[:, 1:], noise), real
-
-
-def _draft_laws(draft: Draft, log_p: Float[Array, "B S V"]) -> Float[Array, "B S V"]:
-    """The draft's law for each row of p; uniform for the further token, and point masses where q is one."""
-    one_hot = jnp.arange(log_p.shape[-1], dtype=jnp.int32)[None, None] == draft.tokens[..., None]
-    log_q = jnp.where(one_hot, 0.0, -1e9) if draft.log_q is None else jnp.maximum(draft.log_q, -1e9)
-    return jnp.concatenate([log_q, jnp.zeros_like(log_p[:, :1])], 1)
-
-
 def _transform(
-    log_p: Float[Array, "B S V"], log_q: Float[Array, "B S V"], tokens: Int[Array, "B S"], noise: Key[Array, ""]
-) -> Float[Array, "B S"]:
-    score = jnp.where(log_p > -jnp.inf, log_q - jnp.maximum(log_p, -1e9), -jnp.inf)
-    p, ids = jnp.exp(log_p), jnp.arange(log_p.shape[-1], dtype=jnp.int32)[None, None]
-    mine = jnp.take_along_axis(score, tokens[..., None], -1)
-    below = (score < mine) | ((score == mine) & (ids < tokens[..., None]))
-    mass = jnp.take_along_axis(p, tokens[..., None], -1)[..., 0]
-    # a token of probability 0 has no place in the order: it counts as the largest
-    value = jnp.sum(jnp.where(below, p, 0), -1) + jax.random.uniform(noise, mass.shape) * mass
-    return jnp.where(mass > 0, jnp.clip(value, 0, 1 - 1e-7), 1 - 1e-7)
+    model: Model, params: Params, tokens: Int[Array, "B T"], window: Int[Array, "B N"], drafted: Array,
+    sampler: Sampling, noise: Key[Array, ""],
+) -> Float[Array, "B N"]:  # fmt: skip
+    """The transform of the tokens at `window`, under the target's laws from one pass over the finished text."""
+    cache = model.init_cache(tokens.shape[0], tokens.shape[1], jnp.float32)
+    hidden = model.forward(params, tokens, cache, jnp.zeros(tokens.shape[:1], jnp.int32)).hidden
+    hidden = jnp.take_along_axis(hidden, window[..., None] - 1, 1)
+    token = jnp.take_along_axis(tokens, window, 1)
+    v = jax.random.uniform(noise, window.shape)
+    ids = jnp.arange(model.vocab_size, dtype=jnp.int32)[None]
+
+    def one(column: Any) -> Float[Array, "B"]:
+        hidden, token, drafted, v = column
+        logits = model.logits(params, hidden[:, None])[..., : model.vocab_size]
+        log_p = sampling.log_probs(logits, sampler)[:, 0]
+        log_q = drafted if drafted.ndim == 2 else jnp.where(ids == drafted[:, None], 0.0, -1e9)
+        score = jnp.where(log_p > -jnp.inf, jnp.maximum(log_q, -1e9) - jnp.maximum(log_p, -1e9), -jnp.inf)
+        p, here = jnp.exp(log_p), ids == token[:, None]
+        mine, mass = jnp.take_along_axis(score, token[:, None], 1), jnp.sum(jnp.where(here, p, 0), -1)
+        below = (score < mine) | ((score == mine) & (ids < token[:, None]))
+        # a token of probability 0 has no place in the order: it counts as the largest
+        value = jnp.sum(jnp.where(below, p, 0), -1) + v * mass
+        return jnp.where(mass > 0, jnp.clip(value, 0, 1 - 1e-7), 1 - 1e-7)
+
+    columns = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), (hidden, token, drafted, v))
+    return jnp.swapaxes(jax.lax.map(one, columns), 0, 1)
 
 
 def transform_tests(values: np.ndarray) -> list[Result]:
@@ -246,6 +253,6 @@ def two_sample_test(one: np.ndarray, other: np.ndarray, prompts: Sequence[Sequen
         sign = np.repeat([1.0, -1.0], len(rows))
         signs = generator.permuted(np.tile(sign, (PERMUTATIONS, 1)), axis=1)
         observed += float(sign @ kernel @ sign)
-        permuted += np.einsum("ri,ij,rj->r", signs, kernel, signs)
+        permuted += ((signs @ kernel) * signs).sum(1)
     p_value = (1 + int(np.sum(permuted >= observed - 1e-12))) / (1 + PERMUTATIONS)
     return Result("two-sample", "continuations against plain decoding", observed, 0, p_value)

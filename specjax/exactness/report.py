@@ -92,8 +92,8 @@ class Report:
             f"  settings    {'; '.join(self.settings)}",
             f"  samples     {self.samples:,} sequences through prefill, rounds and rollback, {self.seconds:.0f} s",
             f"  level       {self.alpha:g} for the whole family of {len(self.results)} tests",
-            f"  power       a total variation of {self.detectable:.4f} is caught with {POWER:.0%} probability "
-            f"(asked: {self.detect:g}), wherever it lies among pooled cells",
+            f"  power       a total variation of {self.detectable:.4f} of the pooled law is caught with {POWER:.0%} "
+            f"probability (asked: {self.detect:g}), in whatever direction",
         ]
         if self.verdict == INCONCLUSIVE:
             lines.append(f"  too few samples: {self.needed:,} sequences would reach {self.detect:g}")

@@ -7,19 +7,25 @@ into a cell of its case. Nothing but counts leaves the device.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key, Num
+from jaxtyping import Array, Bool, Int, Key, Num
 
 from specjax import decode, sampling
 from specjax.exactness.subjects import Subject
-from specjax.types import Params, Sampling
+from specjax.types import Draft, Params, Sampling
 
-BATCH = 1 << 14
+BATCH = 1 << 10
+"""Small: a batch decodes until its slowest row is done, and its arrays should stay in a core's cache."""
+
+REPLAY_EVERY = 4
+"""Batches whose first drafts are drawn again (a second draft of each row costs time)."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,7 @@ def tally_batch(
     sampler: Sampling,
     key: Key[Array, ""],
     end_id: Int[Array, "1"],
+    replays: Bool[Array, ""],
     *,
     new_tokens: int,
     vocab: int,
@@ -125,7 +132,7 @@ def tally_batch(
         program, params, drafter_params, tokens, length, length + new_tokens, jax.random.split(key, batch),
         end_id, sampler, cache_dtype=jnp.float32,
     )  # fmt: skip
-    replay = _replay(program, params, drafter_params, state)
+    replay = _replay(program, params, drafter_params, state, replays)
     state = loop(program, params, drafter_params, state)
     index = length[:, None] + jnp.arange(new_tokens, dtype=jnp.int32)[None]
     new = jnp.take_along_axis(state.tokens, index, 1)
@@ -148,13 +155,21 @@ def tally_batch(
 
 
 def _replay(
-    program: decode.Program, params: Params, drafter_params: Params, state: decode.State
+    program: decode.Program, params: Params, drafter_params: Params, state: decode.State, wanted: Bool[Array, ""]
 ) -> tuple[Array, Array, Array, Array]:
-    """Whether the first round's drafts are what its keys draw from the laws reported for them."""
-    draft = decode.propose(program, params, drafter_params, state)
+    """Whether the first round's drafts are what its keys draw from the laws reported for them; zeros if not wanted."""
+    propose = functools.partial(decode.propose, program, params, drafter_params, state)
+    outline = jax.eval_shape(propose)
+    nothing = (jnp.zeros(outline.tokens.shape, jnp.float32),) * 4
+    if outline.log_q is None or outline.tokens.shape[1] == 0:
+        return nothing
+    return jax.lax.cond(wanted, lambda: _compare(propose(), state), lambda: nothing)
+
+
+def _compare(draft: Draft, state: decode.State) -> tuple[Array, Array, Array, Array]:
+    """Drafts that are real, those drawn again, and mean and variance of the latter were the noise another."""
+    assert draft.log_q is not None
     nodes = draft.tokens.shape[1]
-    if draft.log_q is None or nodes == 0:
-        return (jnp.zeros(draft.tokens.shape, jnp.float32),) * 4
     keys = sampling.fold(sampling.fold(state.keys, state.round), sampling.DRAFT)
     laws, steps = jnp.swapaxes(draft.log_q, 0, 1), jnp.arange(nodes, dtype=jnp.int32)
     again = jax.lax.map(lambda node: sampling.draw(sampling.fold(keys, node[0]), node[1]), (steps, laws)).T
@@ -185,13 +200,18 @@ def sample(
     cases = cases or make_cases(subject, settings, new_tokens, batch)
     batch = len(cases.case)
     device = jax.tree.map(jnp.asarray, (cases.tokens, cases.length, cases.case, cases.sampler))
-    total = None
-    for number in range(-(-samples // batch)):
-        key = jax.random.fold_in(jax.random.key(seed), number)
+
+    def count(number: int) -> Tally:
         got = tally_batch(
-            program, loop, subject.params, drafter_params, *device, key, jnp.full((1,), end_id, jnp.int32),
-            new_tokens=new_tokens, vocab=subject.tokens, cases=cases.count,
+            program, loop, subject.params, drafter_params, *device,
+            jax.random.fold_in(jax.random.key(seed), number), jnp.full((1,), end_id, jnp.int32),
+            jnp.asarray(number % REPLAY_EVERY == 0), new_tokens=new_tokens, vocab=subject.tokens, cases=cases.count,
         )  # fmt: skip
-        got = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), got)
-        total = got if total is None else jax.tree.map(np.add, total, got)
-        yield total
+        return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), got)
+
+    total = count(0)  # compiles
+    yield total
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # arrays this small leave cores idle
+        for got in pool.map(count, range(1, -(-samples // batch))):
+            total = jax.tree.map(np.add, total, got)
+            yield total

@@ -23,6 +23,8 @@ POOL_BELOW = 10.0
 CONDITIONAL_BELOW = 25.0
 CONDITIONAL_DEPTH = 3
 POWER = 0.99
+MARGIN = 1.03
+"""On the noncentrality: with ten expected counts a cell, its chi-square law promises half a percent too much."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ def detectable(samples: float, law: np.ndarray, alpha: float, power: float = POW
     _, expected = pooled(law * samples, law)
     if len(expected) < 2:
         return min(1.0, -math.log(1 - power) / samples)
-    return min(1.0, math.sqrt(noncentrality(len(expected) - 1, alpha, power) / (4 * samples)))
+    return min(1.0, math.sqrt(MARGIN * noncentrality(len(expected) - 1, alpha, power) / (4 * samples)))
 
 
 def samples_needed(deviation: float, law: np.ndarray, alpha: float, power: float = POWER) -> int:

@@ -106,7 +106,8 @@ class Attention(nnx.Module):
         scores = jnp.einsum("bsgrd,bgtd->bgrst", q, keys.astype(q.dtype), preferred_element_type=jnp.float32)
         scores = jnp.where(visible[:, None, None], scores * (1 / math.sqrt(c.head_dim)), -jnp.inf)
         weights = jax.nn.softmax(scores, -1).astype(q.dtype)
-        mixed = jnp.einsum("bgrst,bgtd->bsgrd", weights, values.astype(q.dtype))
+        # Turned after the product: asked for "bsgrd", a GPU with one head copies all values to [B,G,W,T].
+        mixed = jnp.einsum("bgrst,bgtd->bgrsd", weights, values.astype(q.dtype)).transpose(0, 3, 1, 2, 4)
         return self.o_proj(mixed.reshape(batch, queries, c.num_heads * c.head_dim)), (keys, values)
 
 

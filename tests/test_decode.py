@@ -10,6 +10,7 @@ import subjects
 from subjects import (
     BATCH,
     CAPACITY,
+    LONGEST,
     NAMES,
     assert_same_slots,
     check_greedy,

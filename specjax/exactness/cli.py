@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         report = _report(args)
     except ValueError as error:
-        print(f"specjax exactness: {error}", file=sys.stderr)
+        print(f"specjax: error: {error}", file=sys.stderr)
         return 2
     print(report)
     if args.output:

@@ -144,7 +144,7 @@ def read(
 @functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("state",))
 def begin(program: Program, params: Params, drafter_params: Params, state: State) -> State:
     """Let the drafter make its own state for a batch that was read."""
-    target = Target(program.model, params, state.cache, state.tokens, state.length, state.hidden, state.sampling)
+    target = _seen(program, params, state)
     return replace(state, drafter=program.drafter.init(_fetched(program, drafter_params), target))
 
 
@@ -175,8 +175,13 @@ def start(
 def propose(program: Program, params: Params, drafter_params: Params, state: State) -> Draft:
     """The first half of a round: what the drafter proposes, for finished rows too (it is ignored)."""
     keys = sampling.fold(sampling.fold(state.keys, state.round), sampling.DRAFT)
-    target = Target(program.model, params, state.cache, state.tokens, state.length, state.hidden, state.sampling)
+    target = _seen(program, params, state)
     return program.drafter.propose(keys, _fetched(program, drafter_params), state.drafter, target)
+
+
+def _seen(program: Program, params: Params, state: State) -> Target:
+    """What a drafter may see of a batch."""
+    return Target(program.model, params, state.cache, state.tokens, state.length, state.hidden, state.sampling)
 
 
 def _fetched(program: Program, drafter_params: Params) -> Params:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from specjax.exactness.statistics import holm
 from specjax.records import Record
 
 LEVEL = 0.01  # family-wise, over the requests of one drafter
@@ -56,12 +57,11 @@ def trends(records: Sequence[Record]) -> list[Trend]:
         if emitted.min() < emitted.max():
             p_value = float(stats.kendalltau(np.arange(len(emitted)), emitted, alternative="less").pvalue)
         found.append(Trend(record.question_id, len(emitted), float(halves[0].mean()), float(halves[1].mean()), p_value))
-    order = sorted(range(len(found)), key=lambda index: found[index].p_value)
-    rejecting = True
-    for place, index in enumerate(order):  # Holm 1979
-        rejecting &= found[index].p_value <= LEVEL / (len(found) - place)
-        found[index] = dataclasses.replace(found[index], falling=rejecting and found[index].fall >= FALL)
-    return found
+    adjusted = holm([trend.p_value for trend in found], [1.0] * len(found))
+    return [
+        dataclasses.replace(trend, falling=p_value <= LEVEL and trend.fall >= FALL)
+        for trend, p_value in zip(found, adjusted, strict=True)
+    ]
 
 
 def effective_batch(records: Sequence[Record]) -> dict[str, Any] | None:

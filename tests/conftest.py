@@ -38,8 +38,7 @@ def greedy_texts(tiny):
 @pytest.fixture(scope="module")
 def weights(tiny):
     """Each drafter's own weights."""
-    model, params = tiny
-    return {name: d.params(jax.random.key(0), model, params) for name, d in subjects.drafters(1).items()}
+    return subjects.own_weights(*tiny)
 
 
 MAPS = Path("/proc/self/maps")

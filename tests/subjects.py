@@ -270,6 +270,11 @@ def transparent(model, params):
     return params | {"layers": layers}
 
 
+def own_weights(model, params):
+    """Each drafter's own weights."""
+    return {name: d.params(jax.random.key(0), model, params) for name, d in drafters(1).items()}
+
+
 def limits(k):
     return sorted({0, 1, 2, k - 1, k, k + 1, LONGEST})
 

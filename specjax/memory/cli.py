@@ -20,8 +20,6 @@ from specjax.memory.fitting import Growth
 from specjax.memory.shapes import GROUPS, PHASES, Account
 from specjax.memory.strategies import Strategy, preset
 
-UNITS = 2**30
-
 
 @dataclass(frozen=True)
 class Column:
@@ -222,7 +220,7 @@ def table(columns: list[Column]) -> Table:
 
 
 def _gib(size: int) -> str:
-    return f"{size / UNITS:.3f}" if size else "0"
+    return f"{size / hardware.GiB:.3f}" if size else "0"
 
 
 def _left(size: int) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from specjax.memory.hardware import GiB
 from specjax.memory.shapes import PHASES, Account, Component
 from specjax.memory.sweep import Curve
 
-GiB = 2**30
 SUFFIXES = (".png", ".svg")
 _COLORS = [f"C{index}" for index in range(10)] + ["gold", "navy", "darkgreen", "salmon", "black", "lightblue", "plum"]
 

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from specjax.cli.table import make_console
 from specjax.memory import acceptance, hardware, planner, roofline, sharding, sizes, tiers, traffic_table
-from specjax.memory.planner import GiB, Option, Question
+from specjax.memory.hardware import GiB
+from specjax.memory.planner import Option, Question
 from specjax.memory.strategies import FP8, preset
 
 ASSUMED = 0.7

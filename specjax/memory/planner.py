@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from specjax.memory import roofline, sharding
 from specjax.memory.acceptance import Acceptance, Profile
 from specjax.memory.fitting import Growth, grow, largest
-from specjax.memory.hardware import Device
+from specjax.memory.hardware import Device, GiB
 from specjax.memory.roofline import Prediction
 from specjax.memory.strategies import FP8, build
 
-GiB = 2**30
 PLAIN = "none"
 
 

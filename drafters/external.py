@@ -46,7 +46,9 @@ class External(Drafter):
     def model(self, target: Model) -> Model:
         """The drafter's own decoder."""
         if self.checkpoint:
-            return Llama(PRESETS.get(self.checkpoint) or weights.open_checkpoint(self.checkpoint).config)
+            config = PRESETS.get(self.checkpoint) or weights.open_checkpoint(self.checkpoint).config
+            lanes = target.config.cache_lanes if isinstance(target, Llama) else 1
+            return Llama(dataclasses.replace(config, cache_lanes=lanes))
         assert isinstance(target, Llama)
         return Llama(dataclasses.replace(target.config, num_layers=len(self.kept(target))))
 

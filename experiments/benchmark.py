@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     checkpoint = weights.open_checkpoint(arguments.target)
-    model, params, tokenizer = Llama(checkpoint.config), checkpoint.load(jnp.float32), checkpoint.tokenizer()
+    model, params, tokenizer = checkpoint.model, checkpoint.load(jnp.float32), checkpoint.tokenizer()
     prompt = tokenizer.chat("Explain in three sentences why the sky is blue.")
     figures: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rounds": {}}
 

@@ -24,42 +24,48 @@ from specjax.memory.sharding import layout
 from specjax.memory.strategies import Strategy
 
 HERE = Path(__file__).parent
-WINDOW, SHOWN = 5, 12
+WINDOW, SHOWN_BYTES = 5, 2**16
 DRAFTERS = ("none", "ngram", "early-exit", "fp8", "fp8:kv=own", "external")
 SMALL, LARGE = "llama-3.1-8b", "llama-3.1-70b"
+SIZES = ((2048, 16), (16_384, 4), (131_072, 1))
+"""Contexts, each with a batch."""
 PLACES = (
-    ("tpu-v5e", "1x1", SMALL, 8, 4096, ("none",)),  # does not fit
-    ("tpu-v5e", "2x2", SMALL, 8, 4096, DRAFTERS),
-    ("tpu-v5p", "2x2x2", LARGE, 16, 8192, DRAFTERS),
-    ("tpu-v6e", "2x2", SMALL, 1, 131_072, DRAFTERS),
-    ("h100", "1", SMALL, 8, 4096, DRAFTERS),
-    ("tpu-v6e", "2x4", LARGE, 4, 32_768, DRAFTERS),
-    ("tpu-v5e", "4x4", LARGE, 4, 2048, DRAFTERS),
-    ("tpu-v5p", "2x2x1", SMALL, 4, 131_072, DRAFTERS),
-    ("tpu-v5e", "2x4", SMALL, 1, 131_072, DRAFTERS),
-    ("tpu-v6e", "2x2", SMALL, 8, 2048, DRAFTERS),
-    ("tpu-v5p", "2x2x2", LARGE, 1, 131_072, DRAFTERS),
-    ("tpu-v5p", "2x2x1", SMALL, 8, 4096, DRAFTERS),
-    ("h100", "8", LARGE, 16, 8192, ("none", "early-exit")),
-    ("h200", "1", SMALL, 8, 4096, ("early-exit",)),
-    ("b200", "1", SMALL, 8, 4096, ("early-exit",)),
-    ("tpu-v4", "2x2x1", SMALL, 8, 4096, ("early-exit",)),
-    ("tpu-v7", "2x2x1", SMALL, 8, 4096, ("none", "early-exit")),
-)  # fmt: skip
+    ("tpu-v5e", "2x2", SMALL, SIZES),
+    ("tpu-v5e", "2x4", SMALL, SIZES),
+    ("tpu-v5e", "4x4", LARGE, SIZES),
+    ("tpu-v5e", "4x8", LARGE, SIZES),
+    ("tpu-v5p", "1x1x1", SMALL, SIZES),
+    ("tpu-v5p", "2x2x1", SMALL, SIZES),
+    ("tpu-v5p", "2x2x1", LARGE, SIZES),
+    ("tpu-v5p", "2x2x2", LARGE, SIZES),
+    ("tpu-v6e", "2x2", SMALL, SIZES),
+    ("tpu-v6e", "2x4", SMALL, SIZES),
+    ("tpu-v6e", "2x4", LARGE, SIZES),
+    ("tpu-v6e", "4x4", LARGE, SIZES),
+    ("h100", "1", SMALL, SIZES),
+    ("h100", "8", LARGE, SIZES[:2]),
+    ("h200", "1", SMALL, SIZES[:1]),
+    ("b200", "1", SMALL, SIZES[:1]),
+    ("tpu-v4", "2x2x1", SMALL, SIZES[:1]),
+    ("tpu-v7", "2x2x1", SMALL, SIZES[:1]),
+)
 
 
 def cells() -> Iterator[tuple[str, str, Strategy]]:
-    """Every place with its drafters."""
-    for device, mesh, target, batch, context, drafters in PLACES:
-        for drafter in drafters:
-            yield device, mesh, Strategy(target, drafter, batch, context, WINDOW * (drafter != "none"))
+    """Every place with its sizes and drafters."""
+    for device, mesh, target, sizes in PLACES:
+        platform = hardware.find(device).platform
+        for context, batch in sizes:
+            for drafter in DRAFTERS:
+                window = WINDOW * (drafter != "none")
+                yield device, mesh, Strategy(target, drafter, batch, context, window, platform=platform)
 
 
 def measure(name: str, mesh: str, strategy: Strategy) -> dict[str, Any]:
     """One row: bytes per device from shapes and from the compiler."""
     device = hardware.find(name)
     devices = hardware.chips(mesh) * device.devices_per_chip
-    account = strategy.account(layout(devices, strategy.model.config.num_kv_heads).size, device.platform)
+    account = strategy.account(layout(devices, strategy.model.config.num_kv_heads).size)
     found = compile_ahead(strategy, device, mesh)
     peak, figures = account.peak_phase, found.figures
     row = {
@@ -74,13 +80,14 @@ def measure(name: str, mesh: str, strategy: Strategy) -> dict[str, Any]:
     }
     if figures is None:
         return row | {"compiler_bytes": None}
-    others = sum(size for _, size in figures.temporaries[SHOWN:])
+    shown = [(name, size) for name, size in figures.temporaries if size >= SHOWN_BYTES]
+    small = figures.temp_bytes - sum(size for _, size in shown)
     return row | {
         "compiler_bytes": figures.total_bytes,
         "argument_bytes": figures.argument_bytes,
         "temp_bytes": figures.temp_bytes,
         "on_chip_bytes": figures.on_chip_bytes,
-        "temporaries": [*figures.temporaries[:SHOWN], *([("others", others)] if others else [])],
+        "temporaries": [*shown, (f"below {SHOWN_BYTES} bytes each", small)],
     }
 
 

@@ -21,6 +21,10 @@ from jaxtyping import Array, Float, Int
 
 from specjax.types import Cache
 
+LANES = {"tpu": 128}
+"""A platform's arrays are padded to a multiple of this width. A TPU's compiler stores a cache of heads of 64 without
+padding, but computes on it padded, and holds both: a cache that is padded from the start is held once."""
+
 SlotTree = TypeVar("SlotTree")  # a tree of [B, _, T, _]: a cache, or the hidden states of tapped layers
 
 

@@ -10,7 +10,7 @@ import pytest
 from specjax import decode, make_sampling, memory
 from specjax.drafter import load
 from specjax.engine import Engine
-from specjax.memory.compiler import QUICK, lower_round
+from specjax.memory.compiler import QUICK, lower
 from specjax.memory.shapes import PHASES, nbytes
 from specjax.memory.state import state_shapes
 from specjax.model import Llama
@@ -54,13 +54,13 @@ def test_no_strategy_pays_for_a_second_cache_or_a_second_copy_of_weights(name):
     assert found.total_bytes == pytest.approx(account.needed_bytes, rel=0.02)
 
 
-def test_the_loop_needs_no_more_than_its_round():
+def test_a_round_alone_needs_no_more_than_the_loop_of_them():
     program, params, own = large(*STRATEGIES["ngram"])
     state = state_shapes(program, params, own, **SIZES)
-    loop = memory.compiler.read(decode.run.lower(program, params, own, state).compile(QUICK))
+    step = memory.compiler.read(decode.step.lower(program, params, own, state).compile(QUICK))
     held = memory.account(program, params, own, **SIZES).needed_bytes
-    assert loop.total_bytes == pytest.approx(held, rel=0.02)
-    assert loop.alias_bytes == sum(nbytes("", (), leaf) for leaf in jax.tree.leaves(state))
+    assert step.total_bytes == pytest.approx(held, rel=0.02)
+    assert step.alias_bytes == sum(nbytes("", (), leaf) for leaf in jax.tree.leaves(state))
 
 
 def test_a_program_that_keeps_a_copy_of_its_cache_is_caught():
@@ -117,7 +117,7 @@ def test_the_loop_moves_nothing_between_host_and_device():
     with jax.transfer_guard("disallow"):
         state = decode.run(engine.program, params, engine.drafter_params, state)
     assert int(np.asarray(state.length)[0]) == 12
-    text = lower_round(engine.program, params, (), batch=1, capacity=128, cache_dtype=jnp.float32).as_text()
+    text = lower(engine.program, params, (), batch=1, capacity=128, cache_dtype=jnp.float32).as_text()
     assert not any(word in text for word in ("callback", "infeed", "outfeed"))
 
 

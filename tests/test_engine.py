@@ -1,5 +1,8 @@
 """Bad input is refused before anything is computed, with the value, the rule and the fix."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ import subjects
 from specjax import drafter, sampling, testing
 from specjax.drafter import Nothing, load
 from specjax.engine import MAX_END_IDS, Engine, capacity_for
+from specjax.model import Llama
 
 
 @pytest.fixture(autouse=True)
@@ -257,3 +261,19 @@ def test_options_of_sampling_reach_every_row(tiny):
 def test_available_names_every_drafter_with_a_line_about_it():
     assert set(drafter.available()) == {"none", "ngram", "early-exit", "external", "fp8"}
     assert all(line for line in drafter.available().values())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("early-exit", {}), ("external", {}), ("fp8", {"kv": "own"}), ("fp8", {"kv": "shared"})]
+)
+def test_a_cache_of_padded_heads_gives_the_same_text_and_every_drafter_pads_its_own(tiny, greedy_texts, name, settings):
+    model, params = tiny
+    padded = Llama(dataclasses.replace(model.config, cache_lanes=16))
+    assert model.config.head_dim == 8
+    engine = Engine(padded, params, load(name, settings))
+    state = engine.start([greedy_texts[3][0]], max_new_tokens=2, seed=0)
+    caches = [leaf for leaf in jax.tree.leaves((state.cache, state.drafter)) if leaf.ndim == 4]
+    assert {leaf.shape[3] for leaf in caches} == {16}
+    for prompt, text in greedy_texts[:4]:
+        [answer] = engine.generate([prompt], max_new_tokens=12, seed=0)
+        assert answer.tokens == text[:12]

@@ -1,17 +1,21 @@
 """What the compilers say: their allocations and refusals read, and the committed table of all of them."""
 
 import argparse
+import dataclasses
 import itertools
 import json
 import tomllib
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from fixtures_memory import preset  # noqa: F401
 
 from specjax.memory import ahead, cli, device, hardware, sharding
 from specjax.memory.ahead import Ahead
 from specjax.memory.assignment import Assignment, dump_options, parse, read_dump
-from specjax.memory.compiler import QUICK, lower_round, read
+from specjax.memory.compiler import QUICK, lower, read
 from specjax.memory.gpu_targets import GPU_TARGETS
 from specjax.memory.refusal import read_refusal
 from specjax.memory.strategies import Strategy
@@ -32,13 +36,16 @@ allocation 3: size 3000, preallocated-temp:
 
 Total bytes used: 16608
 """
-PROGRAM = '  %fusion.1 = f32[250]{0:T(128)} fusion(%x), metadata={op_name="jit(decode_round)/sort" stack_frame_id=3}\n'
+PROGRAM = '  %fusion.1 = f32[250]{0:T(128)} fusion(%x), metadata={op_name="jit(run)/while/body/sort" stack=3}\n'
 
 
 def test_every_byte_of_an_assignment_has_the_name_of_the_largest_value_there():
     found = parse(ASSIGNMENT, PROGRAM)
     assert (found.argument_bytes, found.temp_bytes, found.on_chip_bytes, found.total_bytes) == (4096, 3512, 9000, 7608)
     names = dict(found.temporaries)
+    assert names["tuple: addresses"] == 512
+    assert names["both: addresses"] == 1000  # and what aligns them
+    assert names["alignment"] == 700
     assert names["sort: f32[250]"] == 1000
     assert names["later: f32[150]"] == 100  # of 600: the rest lies under the larger one
     assert names["small: f32[1,125]"] == 200
@@ -47,10 +54,10 @@ def test_every_byte_of_an_assignment_has_the_name_of_the_largest_value_there():
 
 
 def test_the_assignment_of_a_round_names_the_temporaries_that_its_analysis_counts(tmp_path):
-    strategy = Strategy("smollm2-135m", "none", 1, 64, dtype="float32")
+    strategy = Strategy("smollm2-135m", "none", 1, 64, dtype="float32", platform="cpu")
     program, params, own = strategy.shapes()
     assert read_dump(str(tmp_path)) is None
-    lowered = lower_round(program, params, own, **strategy.options())
+    lowered = lower(program, params, own, **strategy.options())
     figures = read(lowered.compile(QUICK | dump_options(str(tmp_path))))
     found = read_dump(str(tmp_path))
     assert found.argument_bytes == figures.argument_bytes
@@ -84,7 +91,7 @@ Program hbm requirement 4.50G:
   Largest program allocations in hbm:
 
   1. Size: 4.00G
-     Operator: op_name="jit(decode_round)/cond/sort" source_file="sampling.py" source_line=1
+     Operator: op_name="jit(run)/while/body/cond/sort" source_file="sampling.py" source_line=1
      Shape: f32[8,6,32064]{1,2,0:T(8,128)}
      Unpadded size: 5.87M
      Allocation type: HLO temp
@@ -161,6 +168,49 @@ def test_a_device_says_its_peak_or_nothing(monkeypatch):
     assert device.peak_bytes() is None  # zero is not known
 
 
+def test_a_programs_peak_is_the_devices_where_it_rises(monkeypatch):
+    program = jax.jit(lambda x: x + 1).lower(jnp.zeros((3,))).compile()
+    arguments = (((jax.ShapeDtypeStruct((3,), jnp.float32),)), {})
+    for peaks, found in (([None, None], None), ([0, 5, 9], 9), ([5, 5, 9], 9), ([9, 9, 9], None)):
+        said = iter(peaks)
+        monkeypatch.setattr(device, "peak_bytes", lambda said=said: next(said) or None)
+        assert device.measured_peak(program, arguments) == found
+
+
+def test_this_machine_compiles_and_a_device_that_counts_is_asked(monkeypatch, capsys):
+    machine = dataclasses.replace(hardware.find("rtx-4090"), name="this", platform="cpu")
+    monkeypatch.setattr(hardware, "find", lambda name: machine)
+    asked = []
+    monkeypatch.setattr(ahead, "measured_peak", lambda *args: asked.append(1) or 2**30 * len(asked))
+    tiny = ("--target", "tiny", "--drafter", "external", "--drafter", "ngram", "--context", "64", "--dtype", "float32")
+    assert cli.run(arguments(*tiny, "--device", "this", "--compile", "--json")) == 0
+    facts = {fact["drafter"]: fact for fact in json.loads(capsys.readouterr().out)}
+    for fact in facts.values():
+        assert sum(fact["compiler_temporaries"].values()) < fact["compiler_bytes"]
+        assert fact["compiler_bytes"] > fact["components"]["target weights"]
+    order = sorted(facts, key=lambda name: facts[name]["needed_bytes"])
+    assert [facts[name]["device_peak_bytes"] for name in order] == [2**30, 2**31, 3 * 2**30]  # ascending
+    assert cli.run(arguments(*tiny, "--device", "this", "--compile")) == 0
+    assert "the device says" in capsys.readouterr().out
+
+
+def test_a_round_that_does_not_fit_here_is_a_result(monkeypatch):
+    class Full:
+        def compile(self, **options):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(ahead.compiler, "lower", lambda *args, **options: Full())
+    found = ahead.compile_here(Strategy("tiny", "none", 1, 64, platform="cpu"))
+    assert found.figures is None
+    assert "does not fit" in str(found)
+
+
+def test_a_tpu_v7_is_told_to_keep_one_layout_and_others_are_told_nothing():
+    v7, v5e = (ahead._environment(hardware.find(name), "2x2x1") for name in ("tpu-v7", "tpu-v5e"))
+    assert v7["LIBTPU_INIT_ARGS"] == "--xla_tpu_control_large_2nd_minor_layout_for_x16=false"
+    assert v5e["LIBTPU_INIT_ARGS"] == ""
+
+
 def test_the_extras_bring_the_compilers_that_belong_to_jax():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert "jax[tpu]" in extras["tpu-aot"]
@@ -183,9 +233,9 @@ def test_the_devices_compiler_agrees_with_the_shapes(name, mesh, tolerance):
         ahead.check_installed(device_)
     except ahead.CompilerMissingError as missing:
         pytest.skip(str(missing))
-    strategy = Strategy("qwen3-0.6b", "ngram", 8, 8192, 2)
+    strategy = Strategy("qwen3-0.6b", "ngram", 8, 8192, 2, platform=device_.platform)
     found = ahead.compile_ahead(strategy, device_, mesh)
-    needed = strategy.account(backend=device_.platform).needed_bytes
+    needed = strategy.account().needed_bytes
     assert found.figures.total_bytes == pytest.approx(needed, rel=tolerance)
 
 
@@ -205,7 +255,7 @@ def test_in_the_committed_table_shapes_and_compilers_agree_and_nothing_is_held_t
 def test_the_committed_shapes_are_those_of_today():
     for row in (row for row in FAITHFUL if (row["device"], row["mesh"]) == ("tpu-v5e", "2x2")):
         strategy = Strategy(*(row[name] for name in ("target", "drafter", "batch", "context", "window", "dtype")))
-        assert strategy.account(sharding.layout(4, 8).size, "tpu").needed_bytes == row["shapes_bytes"]
+        assert strategy.account(sharding.layout(4, 8).size).needed_bytes == row["shapes_bytes"]
 
 
 def test_the_one_known_second_copy_of_weights_is_named():

@@ -72,7 +72,7 @@ def open_subject(args: argparse.Namespace) -> Subject:
     tokenizer = checkpoint.tokenizer()
     if len(tokenizer.end_ids) > MAX_END_IDS:
         raise ValueError(f"{args.target} has {len(tokenizer.end_ids)} end ids: at most {MAX_END_IDS} are supported")
-    return Subject(checkpoint, Llama(checkpoint.config), tokenizer, args.dtype or weights.default_dtype().__name__)
+    return Subject(checkpoint, checkpoint.model, tokenizer, args.dtype or weights.default_dtype().__name__)
 
 
 def make_sampling(args: argparse.Namespace, batch: int) -> Sampling:

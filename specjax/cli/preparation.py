@@ -122,7 +122,7 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
             "name": subject.checkpoint.name,
             "sha256": subject.checkpoint.sha256,
             "dtype": subject.dtype,
-            "config": dataclasses.asdict(subject.checkpoint.config),
+            "config": dataclasses.asdict(subject.model.config),
         },
         "drafters": {name: repr(drafter) for name, drafter in plan.drafters.items()},
         "drafter_files": {str(path): sha256_of(path) for path in _drafter_files(plan.drafters)},

@@ -28,7 +28,6 @@ from specjax.exactness import compatibility, identity, lab, statistics
 from specjax.exactness.report import APPROXIMATE, FAIL, INCONCLUSIVE, PASS, Case, Report
 from specjax.exactness.sampler import Setting
 from specjax.exactness.statistics import Result
-from specjax.model import Llama
 from specjax.types import Model, Params, Sampling
 
 SETTING = Setting(0.8, top_p=0.95)
@@ -117,7 +116,7 @@ def _target(target: Any) -> tuple[str, Model, Params, list[list[int]]]:
         return type(model).__name__, model, params, [list(prompt) for prompt in prompts]
     checkpoint = weights.open_checkpoint(target)
     tokenizer = checkpoint.tokenizer()
-    return target, Llama(checkpoint.config), checkpoint.load(jnp.float32), [tokenizer.encode(text) for text in PROMPTS]
+    return target, checkpoint.model, checkpoint.load(jnp.float32), [tokenizer.encode(text) for text in PROMPTS]
 
 
 def collect(

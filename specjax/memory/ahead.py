@@ -1,4 +1,4 @@
-"""The real TPU and GPU compilers, ahead of time: what they give a round, on a machine without the device.
+"""The real TPU and GPU compilers, ahead of time: what they give the loop of rounds, on a machine without the device.
 
 Each compilation runs in a child process with an environment of its own: the plug-ins look for devices
 when jax is imported, and must find none.
@@ -16,14 +16,20 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from specjax.memory import hardware
-from specjax.memory.assignment import Assignment, read_dump
+import jax
+
+from specjax.memory import compiler, hardware
+from specjax.memory.assignment import Assignment, dump_options, read_dump
+from specjax.memory.device import measured_peak
 from specjax.memory.refusal import read_refusal
 from specjax.memory.strategies import Strategy
 
 TIMEOUT_S = 600
 FLAT = ("tpu-v5e", "tpu-v6e")
 """TPUs in a two-dimensional torus."""
+LIBTPU_ARGS = {"tpu-v7": "--xla_tpu_control_large_2nd_minor_layout_for_x16=false"}
+"""What a program should run with: a TPU v7's compiler lays 16-bit weights out in tiles of 16 x 128 within a loop and of
+8 x 128 outside, and holds both copies, unless it is told otherwise (in the variable LIBTPU_INIT_ARGS)."""
 SURELY_FITS = 0.95
 """Of a device's memory: the program itself lies there too, and is not known before it is made."""
 
@@ -39,6 +45,7 @@ class Ahead:
     figures: Assignment | None
     refusal: str
     seconds: float  # all of it: a process that starts, traces and compiles until buffers are assigned
+    device_bytes: int | None = None  # what the device itself said after a run; `None` is unknown
 
     def __str__(self) -> str:
         """One line: where the bytes are, or what did not fit."""
@@ -51,7 +58,7 @@ class Ahead:
 
 
 def compile_ahead(strategy: Strategy, device: hardware.Device, mesh: str, *, data: int = 1) -> Ahead:
-    """Compile a strategy's donated round for `mesh` of `device`, until its buffers are assigned.
+    """Compile a strategy's donated loop for `mesh` of `device`, until its buffers are assigned.
 
     What comes after, code for every operation, takes most of the time and changes no buffer. Only a program
     that may be too large is compiled to the end: the compiler refuses it then, and says why.
@@ -85,6 +92,24 @@ def compile_ahead(strategy: Strategy, device: hardware.Device, mesh: str, *, dat
             log.seek(0)
             raise RuntimeError(f"compiling for {device.name} {mesh} failed:\n{log.read()[-1500:]}")
         return Ahead(read_dump(folder), json.loads(said.splitlines()[-1])["refusal"], time.perf_counter() - begin)
+
+
+def compile_here(strategy: Strategy) -> Ahead:
+    """Compile a strategy's donated loop for this process's first device, and run it once where that says its memory.
+
+    Run strategies in ascending order of their bytes: a device knows the most that was ever held.
+    """
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        lowered = compiler.lower(*strategy.shapes(), **strategy.options())
+        try:
+            executable = lowered.compile(compiler_options=compiler.options() | dump_options(folder))
+            seconds, figures = time.perf_counter() - begin, read_dump(folder)
+            return Ahead(figures, "", seconds, measured_peak(executable, lowered.in_avals))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return Ahead(read_dump(folder), str(error), time.perf_counter() - begin)
 
 
 def _wait(child: subprocess.Popen[str], folder: str, limit_bytes: int) -> Assignment | None:
@@ -142,6 +167,7 @@ def _environment(device: hardware.Device, mesh: str) -> dict[str, str]:
             "TPU_ACCELERATOR_TYPE": f"{device.topology}:{mesh}",
             "TPU_WORKER_HOSTNAMES": "localhost",
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # whoever else has it loaded, this process runs nothing on a TPU
+            "LIBTPU_INIT_ARGS": LIBTPU_ARGS.get(device.name, ""),
         }
     else:
         spec = importlib.util.find_spec("nvidia.cu13")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from typing import Any
@@ -51,19 +52,19 @@ def topology(device: hardware.Device, mesh: str) -> Any:
 
 
 def lower(strategy: Strategy, layout: sharding.Layout, devices: Any) -> jax.stages.Lowered:
-    """The donated round, partitioned. Its result keeps the state's sharding, so that it can be aliased."""
+    """The donated loop of rounds, partitioned. Its result keeps the state's sharding, so that it can be aliased."""
     program, params, drafter_params = strategy.shapes()
     state = state_shapes(program, params, drafter_params, **strategy.options())
     mesh = layout.mesh(devices)
     params, drafter_params = (layout.place(mesh, "weights", tree) for tree in (params, drafter_params))
     state = place_state(layout, mesh, state)
-    function = jax.jit(
-        decode.decode_round,
+    loop = jax.jit(
+        inspect.unwrap(decode.run),
         static_argnums=0,
         donate_argnums=3,
         out_shardings=jax.tree.map(lambda leaf: leaf.sharding, state),
     )
-    return function.lower(program, params, drafter_params, state)
+    return loop.lower(program, params, drafter_params, state)
 
 
 def place_state(layout: sharding.Layout, mesh: Any, state: Any) -> Any:

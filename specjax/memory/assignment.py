@@ -19,8 +19,12 @@ _ALLOCATION = re.compile(r"allocation \d+: size (\d+)(?:, color (\d+))?, (.*)")
 _VALUE = re.compile(r" value: <\d+ (\S+?)(?:\{[\d,]*\})? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
 _OPERATION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = .*?metadata=\{.*?op_name=\"([^\"]*)\"", re.MULTILINE)
 _REPORT = "-memory-usage-report.txt"
-ROUNDS = ("jit_decode_round", "jit_step", "jit_run")
-_ROUND = re.compile(r".*jit\((?:decode_round|step|run)\)/")
+ROUNDS = ("jit_step", "jit_run")
+ROUND = re.compile(r".*jit\((?:step|run)\)/(?:while/body/)?")
+"""What stands before the name of an operation of the round."""
+_NUMBER = re.compile(r"(?:\.(?:clone|\d+))+$")
+TABLE_BYTES = 2**14
+"""A tuple of buffers has a table of their addresses; a TPU's compiler aligns each, of some 100 bytes, to 16 KiB."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def parse(text: str, program: str = "") -> Assignment:
       text: the file `*buffer-assignment.txt`.
       program: the compiled program, for the names that its operations had when they were traced.
     """
-    names = {name: _ROUND.sub("", path) for name, path in _OPERATION.findall(program)}
+    names = {name: ROUND.sub("", path) for name, path in _OPERATION.findall(program)}
     arguments = on_chip = temporary = 0
     named: Counter[str] = Counter()
     for block in re.split(r"^(?=allocation )", text.partition("\n\nTotal bytes")[0], flags=re.MULTILINE)[1:]:
@@ -80,21 +84,34 @@ def parse(text: str, program: str = "") -> Assignment:
 
 
 def _name_bytes(size: int, block: str, names: dict[str, str]) -> Counter[str]:
-    """Each byte of an allocation under the largest value that lies there at some time, alignment apart."""
-    values = [(int(bytes_), int(offset), name, shape) for name, bytes_, offset, shape in _VALUE.findall(block)]
-    free, found, tables = [(0, size)], Counter[str](), 0
-    for bytes_, offset, name, shape in sorted(values, key=lambda value: -value[0]):
+    """Each byte of an allocation under the largest array that lies there at some time.
+
+    Where none ever does, there is a table of addresses with the bytes that align it, or nothing.
+    """
+    arrays, tables = [], []
+    for name, bytes_, offset, shape in _VALUE.findall(block):
+        operation = _NUMBER.sub("", names.get(name) or name)
         if shape.startswith("("):
-            tables += 1  # of addresses: a TPU's compiler aligns each 512 bytes of them to 16 KiB
-            continue
-        left = []
-        for begin, end in free:
-            inside = max(begin, offset), min(end, offset + bytes_)
-            if inside[0] >= inside[1]:
-                left.append((begin, end))
-                continue
-            found[f"{names.get(name, name)}: {shape.partition('{')[0]}"] += inside[1] - inside[0]
-            left += [part for part in ((begin, inside[0]), (inside[1], end)) if part[0] < part[1]]
-        free = left
-    found[f"alignment, and {tables} tables of tuples"] += sum(end - begin for begin, end in free)
+            tables.append((int(offset), f"{operation}: addresses"))
+        else:
+            arrays.append((int(bytes_), int(offset), f"{operation}: {shape.partition('{')[0]}"))
+    found, free = Counter[str](), [(0, size)]
+    for bytes_, offset, name in sorted(arrays, key=lambda array: -array[0]):
+        free = _take(free, offset, offset + bytes_, name, found)
+    for offset, name in dict(sorted(tables, reverse=True)).items():
+        free = _take(free, offset, offset + TABLE_BYTES, name, found)
+    found["alignment"] += sum(end - begin for begin, end in free)
     return +found
+
+
+def _take(free: list[tuple[int, int]], begin: int, end: int, name: str, found: Counter[str]) -> list[tuple[int, int]]:
+    """What is left of the free parts after `begin .. end`; what was free of it is added to `found[name]`."""
+    left = []
+    for low, high in free:
+        inside = max(low, begin), min(high, end)
+        if inside[0] >= inside[1]:
+            left.append((low, high))
+            continue
+        found[name] += inside[1] - inside[0]
+        left += [part for part in ((low, inside[0]), (inside[1], high)) if part[0] < part[1]]
+    return left

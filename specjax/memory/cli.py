@@ -6,16 +6,17 @@ import argparse
 import functools
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 from rich.table import Table
 
+from specjax.cli.progress import Progress
 from specjax.cli.table import make_console
 from specjax.memory import acceptance, hardware, pictures, sharding, sweep, worth
-from specjax.memory.ahead import Ahead, check_installed, compile_ahead
+from specjax.memory.ahead import LIBTPU_ARGS, Ahead, check_installed, compile_ahead, compile_here
 from specjax.memory.fitting import Growth
 from specjax.memory.shapes import GROUPS, PHASES, Account
 from specjax.memory.strategies import Strategy, preset
@@ -34,7 +35,7 @@ class Column:
     @functools.cached_property
     def growth(self) -> Growth:
         """The account at other sizes."""
-        return Growth(self.strategy, self.layout, self.device.platform)
+        return Growth(self.strategy, self.layout)
 
     def summary(self) -> dict[str, Any]:
         """Plain values, for `--json`."""
@@ -49,6 +50,8 @@ class Column:
             "phases": {phase: self.account.phase_bytes(phase) for phase in PHASES},
             "peak_phase": self.account.peak_phase,
             "peak_bytes": self.account.peak_bytes,
+            "needed_bytes": self.account.needed_bytes,
+            "needed_bytes_all_devices": self.account.needed_bytes * self.layout.devices,
             "added_bytes": self.account.added_bytes,
             "added_per_sequence_bytes": added // self.strategy.batch,
             "added_per_token_bytes": added // (self.strategy.batch * self.strategy.context),
@@ -58,6 +61,7 @@ class Column:
             "compiler_bytes": figures.total_bytes if figures else None,
             "compiler_refusal": self.ahead.refusal if self.ahead else None,
             "compiler_temporaries": dict(figures.temporaries) if figures else None,
+            "device_peak_bytes": self.ahead.device_bytes if self.ahead else None,
         }
 
 
@@ -123,6 +127,8 @@ def run(args: argparse.Namespace) -> int:
         for column in columns:
             if column.ahead:
                 console.print(f"{column.strategy.drafter}: {column.ahead}")
+        if columns[0].ahead and args.device in LIBTPU_ARGS:
+            console.print(f"compiled with, and to be run with, LIBTPU_INIT_ARGS={LIBTPU_ARGS[args.device]}")
         if joined:
             console.print(worth.table(joined), *worth.sources(joined, args.target), sep="\n")
     if args.plot and joined:
@@ -171,17 +177,32 @@ def account_for(args: argparse.Namespace) -> list[Column]:
     layout = sharding.layout(devices, config.num_kv_heads, data=args.data)
     if args.batch % args.data:
         raise ValueError(f"batch={args.batch}: must be a multiple of data={args.data}, so that rows can be split")
-    if args.compile:
-        if device.name == hardware.HERE:
-            raise ValueError("no ahead-of-time compiler for this: `specjax compare` shows what the compiler here says")
+    if device.name == hardware.HERE and devices > 1:
+        raise ValueError(f"mesh {args.mesh!r}: this machine is measured as one device, give --mesh 1")
+    if args.compile and device.name != hardware.HERE:
         check_installed(device)
     columns = []
+    sizes = (args.batch, args.context)
     for name in dict.fromkeys(["none", *(args.drafter or ("ngram", "early-exit", "fp8"))]):
-        strategy = Strategy(args.target, name, args.batch, args.context, args.window * (name != "none"), args.dtype)
-        account = strategy.account(layout.size, device.platform)
-        ahead = compile_ahead(strategy, device, args.mesh, data=args.data) if args.compile else None
-        columns.append(Column(strategy, account, device, layout, ahead))
-    return columns
+        window = args.window * (name != "none")
+        strategy = Strategy(args.target, name, *sizes, window, args.dtype, platform=device.platform)
+        columns.append(Column(strategy, strategy.account(layout.size), device, layout))
+    return _compiled(columns, args) if args.compile else columns
+
+
+def _compiled(columns: list[Column], args: argparse.Namespace) -> list[Column]:
+    """The columns with what the device's compiler says, and the device, if it is this one."""
+    found: dict[str, Ahead] = {}
+    with Progress(len(columns)) as progress:
+        for column in sorted(columns, key=lambda column: column.account.needed_bytes):
+            strategy, device = column.strategy, column.device
+            progress.describe(f"{strategy.drafter}: compiling for {device.name}")
+            here = device.name == hardware.HERE
+            found[strategy.drafter] = (
+                compile_here(strategy) if here else compile_ahead(strategy, device, args.mesh, data=args.data)
+            )
+            progress.advance(1)
+    return [replace(column, ahead=found[column.strategy.drafter]) for column in columns]
 
 
 def table(columns: list[Column]) -> Table:
@@ -203,6 +224,9 @@ def table(columns: list[Column]) -> Table:
     for phase in PHASES:
         shown.add_row(f"in all: {phase}", *(_gib(fact["phases"][phase]) for fact in facts))
     shown.add_row("the most, in", *(fact["peak_phase"] for fact in facts))
+    if first.layout.devices > 1:
+        every = (_gib(fact["needed_bytes_all_devices"]) for fact in facts)
+        shown.add_row(f"the most, all {first.layout.devices} devices", *every)
     shown.add_row(f"left of {_gib(first.device.limit_bytes)}", *(_left(fact["left_bytes"]) for fact in facts))
     shown.add_section()
     for group in GROUPS:
@@ -210,17 +234,29 @@ def table(columns: list[Column]) -> Table:
     shown.add_row("added a sequence, MiB", *(f"{fact['added_per_sequence_bytes'] / 2**20:.1f}" for fact in facts))
     shown.add_row("added a token, KiB", *(f"{fact['added_per_token_bytes'] / 2**10:.2f}" for fact in facts))
     shown.add_section()
-    shown.add_row("largest batch", *(str(fact["largest_batch"]) for fact in facts))
-    shown.add_row("longest context", *(str(fact["longest_context"]) for fact in facts))
+    for name in ("largest batch", "longest context"):
+        sizes = [fact[name.replace(" ", "_")] for fact in facts]
+        shown.add_row(name, *map(str, sizes))
+        shown.add_row("  taken away from none's", *(_taken(size, sizes[0]) for size in sizes))
     if first.ahead:
         shown.add_section()
         shown.add_row("the compiler says", *(_compiler(fact) for fact in facts))
         shown.add_row("its difference", *(_difference(fact) for fact in facts))
+        if any(fact["device_peak_bytes"] for fact in facts):
+            shown.add_row("the device says", *(_known(fact["device_peak_bytes"]) for fact in facts))
     return shown
 
 
 def _gib(size: int) -> str:
     return f"{size / hardware.GiB:.3f}" if size else "0"
+
+
+def _taken(size: int, plain: int) -> str:
+    return f"{1 - size / plain:.1%}" if plain and size < plain else "-"
+
+
+def _known(size: int | None) -> str:
+    return _gib(size) if size else "unknown"
 
 
 def _left(size: int) -> str:

@@ -1,4 +1,4 @@
-"""What the compiler of this backend gives the round: its own figures, beside those from shapes."""
+"""What the compiler of this backend gives the loop of rounds: its own figures, beside those from shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUICK: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """`memory_analysis()` of the compiled, donated round. `None` is unknown, never zero.
+    """`memory_analysis()` of the compiled, donated loop. `None` is unknown, never zero.
 
     The total is argument + output + temporaries - alias. `peak_memory_in_bytes` is not used: on CPU it
     leaves the temporaries out.
@@ -32,7 +32,7 @@ class Compiled:
 
     @property
     def total_bytes(self) -> int | None:
-        """What one device holds while the round runs."""
+        """What one device holds while the loop runs."""
         parts = (self.argument_bytes, self.output_bytes, self.temp_bytes, self.alias_bytes)
         if any(part is None for part in parts):
             return None
@@ -40,21 +40,26 @@ class Compiled:
         return argument + output + temp - alias
 
 
-def lower_round(
+def lower(
     program: decode.Program, params: Weights, drafter_params: Weights, *, batch: int, capacity: int, cache_dtype: Any
 ) -> jax.stages.Lowered:
-    """The donated round, lowered from shapes: nothing is allocated."""
+    """The donated loop of rounds (`decode.run`), lowered from shapes: nothing is allocated."""
     params, drafter_params = structs(params), structs(drafter_params)
     state = state_shapes(program, params, drafter_params, batch=batch, capacity=capacity, cache_dtype=cache_dtype)
-    return decode.step.lower(program, params, drafter_params, state)
+    return decode.run.lower(program, params, drafter_params, state)
 
 
 def compiled(
     program: decode.Program, params: Weights, drafter_params: Weights, *, batch: int, capacity: int, cache_dtype: Any
 ) -> Compiled:
-    """Compile `decode.step` for this backend and report its memory. Takes seconds for a large model."""
-    lowered = lower_round(program, params, drafter_params, batch=batch, capacity=capacity, cache_dtype=cache_dtype)
-    return read(lowered.compile(compiler_options=QUICK if jax.default_backend() == "cpu" else None))
+    """Compile `decode.run` for this backend and report its memory. Takes seconds for a large model."""
+    lowered = lower(program, params, drafter_params, batch=batch, capacity=capacity, cache_dtype=cache_dtype)
+    return read(lowered.compile(compiler_options=options()))
+
+
+def options() -> dict[str, Any]:
+    """Those of this backend under which buffers are as in the real loop, and known sooner."""
+    return dict(QUICK) if jax.default_backend() == "cpu" else {}
 
 
 def read(executable: jax.stages.Compiled) -> Compiled:

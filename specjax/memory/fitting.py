@@ -54,7 +54,6 @@ class Growth:
 
     strategy: Strategy
     layout: Layout
-    platform: str
     windows: tuple[int, ...] = ()  # traced ones; empty: the strategy's own only
 
     def account(self, batch: int, context: int, window: int = 0) -> Account:
@@ -104,7 +103,7 @@ class Growth:
     @functools.cached_property
     def _accounts(self) -> Surface:
         def figures(strategy: Strategy) -> Figures:
-            account = strategy.account(self.layout.size, self.platform)
+            account = strategy.account(self.layout.size)
             sides = (("own", account.components), ("none", account.baseline))
             return {(side, part.name): part.bytes for side, parts in sides for part in parts}
 
@@ -112,7 +111,7 @@ class Growth:
 
     @functools.cached_property
     def _traffic(self) -> Surface:
-        return self._surface(lambda strategy: traffic_of(strategy, self.layout, self.platform).counts)
+        return self._surface(lambda strategy: traffic_of(strategy, self.layout).counts)
 
     def _surface(self, figures: Callable[[Strategy], Figures]) -> Surface:
         points = {sizes: figures(self._strategy(*sizes)) for sizes in itertools.product(*self.axes)}
@@ -123,7 +122,7 @@ class Growth:
 
     @functools.cached_property
     def _outline(self) -> Account:
-        return self._strategy(*(axis[-1] for axis in self.axes)).account(self.layout.size, self.platform)
+        return self._strategy(*(axis[-1] for axis in self.axes)).account(self.layout.size)
 
 
 @functools.lru_cache(maxsize=64)
@@ -131,14 +130,14 @@ def grow(
     target: str, drafter: str, dtype: str, cache_dtype: str, layout: Layout, platform: str, windows: tuple[int, ...]
 ) -> Growth:
     """A strategy at any size, traced once however often it is asked for."""
-    return Growth(Strategy(target, drafter, 1, 1, 0, dtype, cache_dtype), layout, platform, windows)
+    return Growth(Strategy(target, drafter, 1, 1, 0, dtype, cache_dtype, platform), layout, windows)
 
 
-def traffic_of(strategy: Strategy, layout: Layout, platform: str) -> Traffic:
+def traffic_of(strategy: Strategy, layout: Layout) -> Traffic:
     """Trace one strategy's round at its own sizes."""
     program, params, own = strategy.shapes()
     state = state_shapes(program, params, own, **strategy.options())
-    return traffic(program, params, own, state, layout, platform)
+    return traffic(program, params, own, state, layout, strategy.platform)
 
 
 def largest(fits: Callable[[int], Any], maximum: int = 2**30) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from specjax.memory.assignment import ROUND
+
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)B?"
 _NEEDED = (
@@ -49,7 +51,7 @@ def _allocation(body: str) -> tuple[str, int]:
     operator = re.search(r'op_name="([^"]*)"', body)
     shape = re.search(r"Shape: ([^\s{]+)", body)
     kind = re.search(r"Allocation type: (.*)", body)
-    name = operator[1].rpartition("jit(decode_round)/")[2] if operator else kind[1] if kind else "?"
+    name = ROUND.sub("", operator[1]) if operator else kind[1] if kind else "?"
     return f"{name}: {shape[1] if shape else '?'}", _bytes(size[1], size[2]) if size else 0
 
 

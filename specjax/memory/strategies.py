@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specjax import cache as kv
 from specjax import decode
 from specjax import drafter as drafters
 from specjax.drafter import Drafter
 from specjax.memory.shapes import Account, Size, account, nbytes
 from specjax.memory.state import Weights
 from specjax.model import PRESETS, Llama, ModelConfig
+from specjax.weights.huggingface import read_config
 
 FP8 = "float8_e4m3fn"
 """As `Strategy.dtype`: the target's linear layers in e4m3 with a scale a channel, all else in bfloat16."""
@@ -36,24 +39,25 @@ class Strategy:
     window: int = 0
     dtype: str = "bfloat16"
     cache_dtype: str = ""  # empty: as dtype
+    platform: str = "tpu"  # or gpu, or cpu: what it runs on decides on padding and copies
 
     @property
     def model(self) -> Llama:
         """The target's decoder."""
-        return _model(self.target, self.dtype)
+        return _model(self.target, self.dtype, self.platform)
 
     def shapes(self) -> tuple[decode.Program, Weights, Weights]:
         """The program, the target's weights and the drafter's, as shapes."""
-        return _shapes(self.target, self.drafter, self.window, self.dtype)
+        return _shapes(self.target, self.drafter, self.window, self.dtype, self.platform)
 
     def options(self) -> dict[str, Any]:
         """Sizes, as the functions of `specjax.memory` take them."""
         cache_dtype = jnp.dtype(self.cache_dtype or _base(self.dtype))
         return {"batch": self.batch, "capacity": self.context, "cache_dtype": cache_dtype}
 
-    def account(self, size: Size = nbytes, backend: str = "tpu") -> Account:
-        """Its account, for an accelerator that is not here."""
-        return account(*self.shapes(), **self.options(), size=size, backend=backend)
+    def account(self, size: Size = nbytes) -> Account:
+        """Its account, for a device that need not be here."""
+        return account(*self.shapes(), **self.options(), size=size, backend=self.platform)
 
     def asdict(self) -> dict[str, Any]:
         """Plain values."""
@@ -61,14 +65,20 @@ class Strategy:
 
 
 def preset(name: str) -> ModelConfig:
-    """Sizes of a published model.
+    """Sizes of a published model by its name, or of any whose `config.json` (or its folder) is here.
 
     Raises:
-      ValueError: an unknown name, with the known ones.
+      ValueError: an unknown name, with the known ones; a description that lacks a size, with the missing one.
     """
-    if name not in PRESETS:
-        raise ValueError(f"no sizes for target {name!r}: choose from {', '.join(PRESETS)}")
-    return PRESETS[name]
+    if name in PRESETS:
+        return PRESETS[name]
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if path.suffix == ".json" and path.is_file():
+        return read_config(path)[0]
+    raise ValueError(
+        f"no sizes for target {name!r}: choose from {', '.join(PRESETS)}, or give a model's config.json "
+        "(its weights need not be there)"
+    )
 
 
 def build(spec: str, window: int = 0) -> Drafter:
@@ -87,8 +97,8 @@ def build(spec: str, window: int = 0) -> Drafter:
 
 
 @functools.lru_cache(maxsize=64)
-def _shapes(target: str, spec: str, window: int, dtype: str) -> tuple[decode.Program, Weights, Weights]:
-    model, drafter = _model(target, dtype), build(spec, window)
+def _shapes(target: str, spec: str, window: int, dtype: str, platform: str) -> tuple[decode.Program, Weights, Weights]:
+    model, drafter = _model(target, dtype, platform), build(spec, window)
     drafter.check(model)
     params = _cast(model.shapes(), dtype)
     if getattr(drafter, "checkpoint", "") in PRESETS:  # weights that need not exist
@@ -98,8 +108,9 @@ def _shapes(target: str, spec: str, window: int, dtype: str) -> tuple[decode.Pro
     return decode.Program(model, drafter), params, own
 
 
-def _model(target: str, dtype: str) -> Llama:
-    return Llama(dataclasses.replace(preset(target), quantized=dtype == FP8))
+def _model(target: str, dtype: str, platform: str) -> Llama:
+    lanes = kv.LANES.get(platform, 1)
+    return Llama(dataclasses.replace(preset(target), quantized=dtype == FP8, cache_lanes=lanes))
 
 
 def _base(dtype: str) -> str:

@@ -1,8 +1,8 @@
 """Buffers that live within a round: laws, logits, attention scores, dequantised weights.
 
 Found by walking the traced functions. What a compiler fuses away is not here: elementwise results, for
-one. What it must write to memory is: products of matrices, laws that two phases read, and on a CPU the
-weights that it converts before a product.
+one. What it must write to memory is: products of matrices, laws that two phases read, on a CPU the
+weights that it converts before a product, and on a TPU a padded copy of an embedding of odd width.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from specjax import cache as kv
 from specjax import decode
 from specjax.memory.state import Weights
 
@@ -31,6 +32,7 @@ class Products:
     features: Any  # the largest product with a weight, the vocabulary's aside
     converted: Any  # the largest weight that is read in another dtype than it is kept in
     repeated: Any  # all weights that are converted inside of a loop, as one array: they don't change within it
+    looked_up: Any  # the weight that rows are taken from
 
 
 Buffer = tuple[str, str, Any, int, tuple[str, ...]]
@@ -73,6 +75,11 @@ def trace(program: decode.Program, params: Weights, drafter_params: Weights, sta
             buffers += ((f"dequantised weights, {phase}", "dequantised", found.repeated or found.converted, 1, held),)
     if backend == "cpu":
         buffers += (("float32 copies", "copies", _widened((params, drafter_params, state)), 1, PHASES),)
+    if backend == "tpu":
+        own = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(drafter_params)}
+        for whose, found in (("target", verifying.looked_up), ("drafter", drafting.looked_up)):
+            if found is not None and (whose == "target" or (found.shape, found.dtype) in own):
+                buffers += ((f"embedding, padded, {whose}", "dequantised", _padded(found), 1, PHASES),)
     return Round(draft, buffers)
 
 
@@ -80,7 +87,7 @@ def _products(
     function: Callable[..., Any], arguments: tuple[Any, ...], weights: set[Any], vocab: int
 ) -> tuple[Products, Any]:
     jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    scores, features, converted, repeated = [], [], [], []
+    scores, features, converted, repeated, looked_up = [], [], [], [], []
     for equation, looped in _equations(jaxpr.jaxpr, False):
         operands = [variable.aval for variable in equation.invars]
         if equation.primitive.name == "dot_general":
@@ -88,19 +95,29 @@ def _products(
                 scores.append(equation.outvars[0].aval)
             elif not any(operand.ndim == 2 and max(operand.shape) >= vocab for operand in operands):
                 features.append(equation.outvars[0].aval)
+        elif equation.primitive.name == "gather" and (operands[0].shape, operands[0].dtype) in weights:
+            looked_up.append(operands[0])
         elif equation.primitive.name == "convert_element_type" and (operands[0].shape, operands[0].dtype) in weights:
             converted.append(equation.outvars[0].aval)
             if looped:
                 repeated.append(equation.outvars[0].aval)
     total = sum(int(np.prod(leaf.shape)) for leaf in repeated)
     whole = jax.ShapeDtypeStruct((total,), converted[0].dtype) if repeated else None
-    return Products(_biggest(scores), _biggest(features), _biggest(converted), whole), result
+    found = (_biggest(scores), _biggest(features), _biggest(converted), whole, _biggest(looked_up))
+    return Products(*found), result
 
 
 def _widened(tree: Any) -> Any:
     """All 16-bit floats as one float32 array: a CPU multiplies in float32, and widens what does not change once."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.dtype in (jnp.bfloat16, jnp.float16)]
     return jax.ShapeDtypeStruct((sum(int(np.prod(leaf.shape)) for leaf in leaves),), jnp.float32) if leaves else None
+
+
+def _padded(matrix: Any) -> Any:
+    """A TPU stores a matrix of odd width by columns, without padding, and takes rows from a padded copy by rows."""
+    rows, width = matrix.shape
+    lanes = kv.LANES["tpu"]
+    return jax.ShapeDtypeStruct((rows, -(-width // lanes) * lanes), matrix.dtype) if width % lanes else None
 
 
 def _biggest(arrays: list[Any]) -> Any:

@@ -52,6 +52,7 @@ class ModelConfig:
     qk_norm: bool = False  # RMSNorm over each head of q and k: Qwen3
     tied_embeddings: bool = False
     sliding_window: int | None = None  # tokens a query sees, itself included: Mistral 7B v0.1
+    cache_lanes: int = 1  # the width of a cached head is padded to a multiple of these: see `specjax.cache.LANES`
     quantized: bool = False  # e4m3 weights of the linear layers, one scale an output channel
 
     def __post_init__(self) -> None:

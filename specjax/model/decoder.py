@@ -99,15 +99,18 @@ class Attention(nnx.Module):
         # 0 · NaN is NaN: one drafted token that overflows would poison every query. In the key, a mask hides it.
         finite = jnp.all(jnp.isfinite(v), -1, keepdims=True)
         k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
+        if padding := layer[0].shape[3] - c.head_dim:
+            q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, padding))) for x in (q, k, v))
         keys = kv.write(layer[0], jnp.swapaxes(k, 1, 2), start)
         values = kv.write(layer[1], jnp.swapaxes(v, 1, 2), start)
 
-        q = q.reshape(batch, queries, c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim)
+        q = q.reshape(batch, queries, c.num_kv_heads, c.num_heads // c.num_kv_heads, q.shape[3])
         scores = jnp.einsum("bsgrd,bgtd->bgrst", q, keys.astype(q.dtype), preferred_element_type=jnp.float32)
         scores = jnp.where(visible[:, None, None], scores * (1 / math.sqrt(c.head_dim)), -jnp.inf)
         weights = jax.nn.softmax(scores, -1).astype(q.dtype)
         # Turned after the product: asked for "bsgrd", a GPU with one head copies all values to [B,G,W,T].
         mixed = jnp.einsum("bgrst,bgtd->bgrsd", weights, values.astype(q.dtype)).transpose(0, 3, 1, 2, 4)
+        mixed = mixed[..., : c.head_dim]
         return self.o_proj(mixed.reshape(batch, queries, c.num_heads * c.head_dim)), (keys, values)
 
 
@@ -208,7 +211,8 @@ class Llama:
 
     def init_cache(self, batch: int, slots: int, dtype: Any) -> Cache:
         c = self.config
-        return kv.init_cache(c.num_layers, batch, c.num_kv_heads, slots, c.head_dim, dtype)
+        width = -(-c.head_dim // c.cache_lanes) * c.cache_lanes
+        return kv.init_cache(c.num_layers, batch, c.num_kv_heads, slots, width, dtype)
 
     def forward(
         self,

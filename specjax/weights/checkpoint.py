@@ -7,6 +7,7 @@ weights, host memory holds one tensor and one block.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from specjax import cache as kv
 from specjax.model import Llama, ModelConfig
 from specjax.model.decoder import FP8
 from specjax.text import Tokenizer
@@ -69,6 +71,11 @@ class Checkpoint:
     def config(self) -> ModelConfig:
         """Sizes of the model."""
         return self.reader.config
+
+    @property
+    def model(self) -> Llama:
+        """The decoder, with a cache as this backend stores it."""
+        return Llama(dataclasses.replace(self.config, cache_lanes=kv.LANES.get(jax.default_backend(), 1)))
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array
@@ -39,23 +40,31 @@ class Entry:
     offset_bytes: int
 
 
+def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """The decoder that a `config.json` describes, and all that it says.
+
+    Raises:
+      DamagedFile: what is no JSON.
+      ValueError: an entry that is missing or makes no sense, with its name.
+    """
+    description = read_json(path)
+    try:
+        return from_huggingface(description), description
+    except KeyError as error:
+        raise ValueError(f"{path} lacks {error.args[0]}: it describes no model that specjax has") from error
+    except (TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{path} describes no model ({error}): fetch it again") from error
+
+
 class HuggingFace:
     """Reader of one checkpoint folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        description = read_json(folder / "config.json")
+        config, description = read_config(folder / "config.json")
         if quantization := description.get("quantization_config"):
             method = quantization.get("quant_method", "unknown")
             raise ValueError(f"{folder} is quantised ({method}): take the unquantised checkpoint, or a GGUF file")
-        try:
-            config = from_huggingface(description)
-        except KeyError as error:
-            raise ValueError(
-                f"{folder / 'config.json'} lacks {error.args[0]}: it describes no model that specjax has"
-            ) from error
-        except (TypeError, AttributeError, ZeroDivisionError) as error:
-            raise ValueError(f"{folder / 'config.json'} describes no model ({error}): fetch it again") from error
         if (folder / "tokenizer.json").exists():  # rows of the embedding beyond the tokenizer's ids are padding
             size = min(config.vocab_size, self.tokenizer().vocab_size)
             config = dataclasses.replace(config, vocab_size=size, padded_vocab_size=config.vocab_size)

@@ -27,6 +27,8 @@ HERE = Path(__file__).parent
 WINDOW, SHOWN_BYTES = 5, 2**16
 DRAFTERS = ("none", "ngram", "early-exit", "fp8", "fp8:kv=own", "external")
 SMALL, LARGE = "llama-3.1-8b", "llama-3.1-70b"
+ODD = "smollm2-135m"
+"""Heads of 64 and a width of 576: a TPU pads both."""
 SIZES = ((2048, 16), (16_384, 4), (131_072, 1))
 """Contexts, each with a batch."""
 PLACES = (
@@ -48,6 +50,7 @@ PLACES = (
     ("b200", "1", SMALL, SIZES[:1]),
     ("tpu-v4", "2x2x1", SMALL, SIZES[:1]),
     ("tpu-v7", "2x2x1", SMALL, SIZES[:1]),
+    ("tpu-v5e", "1x1", ODD, SIZES[:1]),
 )
 
 
@@ -98,13 +101,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after that time")
     parser.add_argument("--device", default="", help="only this device")
     parser.add_argument("--target", default="", help="only this target")
+    parser.add_argument("--readme", type=Path, default=Path("README.md"), help="its summary is written anew, too")
     arguments, begin = parser.parse_args(), time.monotonic()
     path, failed = HERE / "memory_table.jsonl", 0
     for device, mesh, strategy in cells():
         key = _key({"device": device, "mesh": mesh, **strategy.asdict()})
         wanted = arguments.device in ("", device) and arguments.target in ("", strategy.target)
         late = time.monotonic() - begin > arguments.seconds
-        if not wanted or late or arguments.limit == 0 or key in map(_key, _read(path)):
+        if not wanted or late or arguments.limit == 0 or key in map(_key, read(path)):
             continue
         try:
             row = measure(device, mesh, strategy)
@@ -116,13 +120,18 @@ def main() -> int:
             file.write(json.dumps(row) + "\n")
         print(_line(row), flush=True)
         arguments.limit = arguments.limit and arguments.limit - 1
-    order = [_key({"device": device, "mesh": mesh, **strategy.asdict()}) for device, mesh, strategy in cells()]
-    (HERE / "memory_table.md").write_text(table(sorted(_read(path), key=lambda row: order.index(_key(row)))))
+    rows = read(path)
+    (HERE / "memory_table.md").write_text(table(rows))
+    if arguments.readme.is_file() and BEGIN in arguments.readme.read_text():
+        arguments.readme.write_text(into_readme(arguments.readme.read_text(), rows))
     return min(failed, 1)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows that are done, in the order of `PLACES`."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    order = [_key({"device": device, "mesh": mesh, **strategy.asdict()}) for device, mesh, strategy in cells()]
+    return sorted(rows, key=lambda row: order.index(_key(row)))
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -133,43 +142,65 @@ HEAD = (
     "device", "mesh", "target", "drafter", "batch", "context", "shapes GiB", "compiler GiB", "difference",
     "arguments' padding MiB", "temporaries MiB", "of them from shapes MiB", "beyond, of weights + KV", "seconds",
 )  # fmt: skip
-INTRODUCTION = """Bytes per device of the compiled, donated round (propose, verify, commit; window 5, bfloat16), from
-shapes and from the device's own compiler. Written by `memory_table.py`.
+INTRODUCTION = """Bytes per device of the compiled, donated loop of rounds (propose, verify, commit; window 5,
+bfloat16), from shapes and from the device's own compiler. Written by `memory_table.py`.
 
 The difference is the padding of arguments to tiles, and temporaries beyond those that shapes name (laws, logits,
 attention scores). A compiler's bytes are those that it assigned in HBM: a TPU's vector memory is not in them.
+"Addresses" are tables of a tuple's parts, 16 KiB each on a TPU; `memory_table.jsonl` has all temporaries to 64 KiB.
 """
+BEGIN, END = "<!-- memory: written by experiments/memory_table.py -->", "<!-- end of memory -->"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows in Markdown, and below them every row's largest temporaries."""
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD), *map(_line, rows)]
-    parts = [INTRODUCTION, *_summary(rows), "", *lines, "", "## The largest temporaries", ""]
+    parts = [INTRODUCTION, summary(rows), "", *lines, "", "## The largest temporaries", ""]
     return "\n".join([*parts, *(_named(row) for row in rows if row["compiler_bytes"])]) + "\n"
 
 
-def _summary(rows: list[dict[str, Any]]) -> Iterator[str]:
-    groups: dict[str, list[dict[str, Any]]] = {"TPU v4, v5e, v5p, v6e": [], "TPU v7": [], "GPU": []}
+def into_readme(text: str, rows: list[dict[str, Any]]) -> str:
+    """The README with the summary between its two marks made anew."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{summary(rows)}\n\n{END}{rest.partition(END)[2]}"
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """A line a group of rows, in Markdown."""
+    groups: dict[str, list[dict[str, Any]]] = {}
     for row in filter(lambda row: row["compiler_bytes"], rows):
-        group = "TPU v7" if row["device"] == "tpu-v7" else "TPU v4, v5e, v5p, v6e"
-        groups[group if hardware.find(row["device"]).platform == "tpu" else "GPU"].append(row)
+        groups.setdefault(group(row), []).append(row)
+    beyond_head = "temporaries beyond the named ones, of weights + KV, at most"
+    lines = [
+        f"| compiler | programs | furthest from the shapes | {beyond_head} | slowest, s |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for name, found in groups.items():
-        if not found:
-            continue
-        furthest, most = max(found, key=lambda row: abs(_difference(row))), max(found, key=_beyond)
+        furthest = max(found, key=lambda row: abs(difference(row)))
         where = ", ".join(str(furthest[part]) for part in ("device", "target", "drafter", "context"))
-        yield (
-            f"- {name}: {len(found)} rows; furthest from the shapes {_difference(furthest):+.2%} ({where}); "
-            f"temporaries beyond the named ones at most {_beyond(most):.2%} of weights + KV; the slowest took "
-            f"{max(row['seconds'] for row in found):.0f} s."
+        lines.append(
+            f"| {name} | {len(found)} | {difference(furthest):+.2%} ({where}) | {max(map(beyond, found)):.2%} "
+            f"| {max(row['seconds'] for row in found):.0f} |"
         )
+    return "\n".join(lines)
 
 
-def _difference(row: dict[str, Any]) -> float:
+def group(row: dict[str, Any]) -> str:
+    """The rows that are summed up together."""
+    if row["target"] == ODD:
+        return f"{ODD}, of odd widths, on a TPU"
+    if row["device"] in ("tpu-v5e", "tpu-v5p", "tpu-v6e"):
+        return "TPU v5e, v5p, v6e"
+    return row["device"].replace("tpu-", "TPU ") if row["platform"] == "tpu" else "H100, H200, B200"
+
+
+def difference(row: dict[str, Any]) -> float:
+    """Of the compiler's bytes from those of the shapes, relative."""
     return row["compiler_bytes"] / row["shapes_bytes"] - 1
 
 
-def _beyond(row: dict[str, Any]) -> float:
+def beyond(row: dict[str, Any]) -> float:
+    """Temporaries that no component names, as a share of weights and KV."""
     return max(0, row["temp_bytes"] - row["buffer_bytes"]) / row["weight_and_kv_bytes"]
 
 
@@ -181,8 +212,8 @@ def _line(row: dict[str, Any]) -> str:
         padding = row["argument_bytes"] + row["buffer_bytes"] - row["shapes_bytes"]
         mebibytes = (f"{size / 2**20:.1f}" for size in (padding, row["temp_bytes"], row["buffer_bytes"]))
         fits = ", does not fit" if row["refusal"] else ""
-        shown += [f"{row['compiler_bytes'] / 2**30:.3f}{fits}", f"{_difference(row):+.2%}"]
-        shown += [*mebibytes, f"{_beyond(row):.2%}"]
+        shown += [f"{row['compiler_bytes'] / 2**30:.3f}{fits}", f"{difference(row):+.2%}"]
+        shown += [*mebibytes, f"{beyond(row):.2%}"]
     return "| " + " | ".join([*shown, f"{row['seconds']:.0f}"]) + " |"
 
 

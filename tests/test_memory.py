@@ -267,6 +267,7 @@ def test_the_command_prints_what_fits(capsys):
     [
         (("--device", "abacus"), "unknown device 'abacus': choose from tpu-v4"),
         (("--mesh", "2y2"), "mesh '2y2': give positive sizes joined by x"),
+        (("--mesh", "7"), "the 7 that share a model do not divide its 1536 features"),
         (("--data", "3"), "data=3: must divide the mesh of 1 devices"),
         (("--mesh", "2", "--data", "2"), "batch=1: must be a multiple of data=2"),
         (("--context", "9000"), "context of 9000 tokens: must be 1 to 8192"),

@@ -175,6 +175,7 @@ def account_for(args: argparse.Namespace) -> list[Column]:
     device, config = hardware.find(args.device), preset(args.target)
     devices = hardware.chips(args.mesh) * device.devices_per_chip
     layout = sharding.layout(devices, config.num_kv_heads, data=args.data)
+    sharding.check(layout, config.intermediate_size)
     if args.batch % args.data:
         raise ValueError(f"batch={args.batch}: must be a multiple of data={args.data}, so that rows can be split")
     if device.name == hardware.HERE and devices > 1:

@@ -79,6 +79,7 @@ def ask(args: argparse.Namespace) -> Question:
     device, config = hardware.find(args.device), preset(args.target)
     devices = hardware.chips(args.mesh) * device.devices_per_chip
     layout = sharding.layout(devices, config.num_kv_heads, data=args.data)
+    sharding.check(layout, config.intermediate_size)
     context, batch = sizes.parse_size(args.context), sizes.parse_size(args.batch) if args.batch else 0
     low, high = sizes.parse_range(args.windows)
     if context > config.context_length:

@@ -93,6 +93,20 @@ class Layout:
         )
 
 
+def check(layout: Layout, intermediate_size: int) -> None:
+    """Refuse a mesh that does not split a model at all.
+
+    Raises:
+      ValueError: the devices that share a model do not divide its features, which are most of its weights.
+    """
+    parts = layout.parts(MODEL)
+    if intermediate_size % parts:
+        raise ValueError(
+            f"mesh of {layout.devices} devices: the {parts} that share a model do not divide its {intermediate_size} "
+            "features, so that each would hold all of them: take a number that does, or whole copies with --data"
+        )
+
+
 def layout(devices: int, kv_heads: int, *, data: int = 1) -> Layout:
     """Split `devices` into `data` copies of the model, each over the rest.
 

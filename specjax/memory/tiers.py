@@ -30,6 +30,7 @@ class Move:
     name: str
     freed_bytes: int  # of the device's memory, while they are away
     rate_bytes_per_s: float  # that the link must carry for the device not to wait
+    peak_bytes: int = 0  # by which the device's peak falls: what is brought back for a phase is held in it
 
 
 def moves(account: Account, prediction: Prediction, context: int) -> Iterator[Move]:
@@ -37,10 +38,11 @@ def moves(account: Account, prediction: Prediction, context: int) -> Iterator[Mo
     kv, weights = account.bytes("target KV, committed"), account.bytes("drafter weights")
     per_token = kv / (prediction.batch * context)
     rounds_per_s = 1 / prediction.time.round_s
-    yield Move("committed KV, out as accepted", kv, prediction.tokens_per_s * per_token)
-    yield Move("committed KV, back for each round", kv, kv * rounds_per_s)
+    yield Move("KV, out as accepted", kv, prediction.tokens_per_s * per_token)
+    yield Move("KV, back each round", kv, kv * rounds_per_s)
     if weights:
-        yield Move("drafter weights, in for each draft", weights, weights * rounds_per_s)
+        falls = account.needed_bytes - offloaded_account(account).needed_bytes
+        yield Move("weights, in each draft", weights, weights * rounds_per_s, falls)
 
 
 def offloaded_account(account: Account) -> Account:
@@ -76,23 +78,25 @@ def table(question: Question, options: Sequence[Option]) -> Table:
     shown = Table(
         title="tiers, PREDICTED, one device: "
         + ", ".join(f"{name} at {rate / GB:g} GB/s" for name, rate in known.items()),
-        caption="queue: rate in - rate out at full load; must stay: live window, laws, logits, target weights",
+        caption="of the peak: what is brought back for a phase is held in it; queue, GB/s: rate in - rate out at full "
+        "load; must stay: live window, laws, logits, target weights",
         box=box.SIMPLE_HEAD,
     )
-    for column in ("strategy", "may leave", "frees GiB", "needs GB/s", *(f"queue, {name}" for name in known)):
-        shown.add_column(column, justify="left" if column in ("strategy", "may leave") else "right")
-    shown.add_column("speedup, fetched", justify="right")
+    for column in ("strategy", "may leave"):
+        shown.add_column(column, no_wrap=True)
+    for column in ("frees GiB", "of the peak", "needs GB/s", *(f"queue, {name}" for name in known), "speedup, fetched"):
+        shown.add_column(column, justify="right")
     for option in options:
         found = option.prediction
         account = question.growths[option.spec].account(found.batch, question.context, found.window)
         for move in moves(account, found, question.context):
             grows = (queue_growth(move.rate_bytes_per_s, rate) / GB for rate in known.values())
             fetched = ""
-            if move.name.startswith("drafter") and "host memory" in known:
+            if move.name.startswith("weights") and "host memory" in known:
                 fetched = f"{offloaded(found, move.freed_bytes, known['host memory']).speedup:.2f}"
             shown.add_row(
                 option.spec + (f" {found.window}" if option.spec != PLAIN else ""), move.name,
-                f"{move.freed_bytes / GiB:.2f}", f"{move.rate_bytes_per_s / GB:.2f}",
-                *("none" if not growth else f"+{growth:.1f} GB/s" for growth in grows), fetched,
+                f"{move.freed_bytes / GiB:.2f}", f"{move.peak_bytes / GiB:.2f}", f"{move.rate_bytes_per_s / GB:.2f}",
+                *("none" if not growth else f"+{growth:.1f}" for growth in grows), fetched,
             )  # fmt: skip
     return shown

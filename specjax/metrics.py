@@ -85,8 +85,9 @@ def rates_by_position(counts: Sequence[Counts]) -> tuple[tuple[float, ...], tupl
     """Acceptance at each drafted position: of the rounds that reached it, and of those that drafted it.
 
     A position is reached if all before it were accepted and it was tested itself; tests behind an
-    end-of-sequence decided nothing and are left out. Position i of a tree is its depth i. Lists end with
-    the last position that any round reached.
+    end-of-sequence decided nothing and are left out. Lists end with the last position that any round
+    reached. Position i of a tree is its depth i; where siblings were tested, an accepted leaf looks as if the
+    depth below it had been reached, and the rate of reached rounds is too small there.
     """
     drafted, tested, accepted, emitted = (
         np.concatenate([np.asarray(getattr(prompt, name), np.int64) for prompt in counts] or [np.zeros(0, np.int64)])

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from fixtures_memory import preset  # noqa: F401
+from specjax.experiments import memory_table
 
 from specjax.memory import ahead, cli, device, hardware, sharding
 from specjax.memory.ahead import Ahead
@@ -266,44 +267,52 @@ def test_a_program_that_a_tpu_cannot_hold_is_a_result_with_the_compilers_breakdo
     assert found.figures.total_bytes > refused.limit_bytes
 
 
-ROWS = [json.loads(line) for line in (ROOT / "experiments" / "memory_table.jsonl").read_text().splitlines()]
-FAITHFUL = [row for row in ROWS if row["device"] != "tpu-v7"]
+ROWS = memory_table.read(ROOT / "experiments" / "memory_table.jsonl")
+REQUIRED = "TPU v5e, v5p, v6e"
+TOLERANCES = {REQUIRED: 0.02, "H100, H200, B200": 0.05, "TPU v4": 0.03, "TPU v7": 0.03}
+"""Of the difference from the shapes, by group; a model of odd widths is allowed 0.05."""
 
 
-@pytest.mark.parametrize("row", FAITHFUL, ids=lambda row: " ".join(map(str, list(row.values())[:6])))
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(map(str, list(row.values())[:6])))
 def test_in_the_committed_table_shapes_and_compilers_agree_and_nothing_is_held_twice(row):
-    tolerance = 0.02 if row["device"].startswith("tpu") else 0.05
-    assert row["compiler_bytes"] == pytest.approx(row["shapes_bytes"], rel=tolerance)
-    assert row["temp_bytes"] - row["buffer_bytes"] < 0.02 * row["weight_and_kv_bytes"]
+    group = memory_table.group(row)
+    assert row["compiler_bytes"] == pytest.approx(row["shapes_bytes"], rel=TOLERANCES.get(group, 0.05))
+    assert memory_table.beyond(row) < (0.03 if row["device"] in ("tpu-v4", "tpu-v7") else TOLERANCES.get(group, 0.05))
     assert row["argument_bytes"] + row["temp_bytes"] == row["compiler_bytes"]
     assert sum(size for _, size in row["temporaries"]) == row["temp_bytes"]  # each byte has a name
+    assert row["seconds"] < 60
 
 
-def test_the_committed_shapes_are_those_of_today():
-    for row in (row for row in FAITHFUL if (row["device"], row["mesh"]) == ("tpu-v5e", "2x2")):
-        strategy = Strategy(*(row[name] for name in ("target", "drafter", "batch", "context", "window", "dtype")))
-        assert strategy.account(sharding.layout(4, 8).size).needed_bytes == row["shapes_bytes"]
-
-
-def test_the_one_known_second_copy_of_weights_is_named():
-    """A TPU v7's compiler lays the weights of a drafting loop out in tiles of 16 x 128, those outside in 8 x 128."""
-    by_drafter = {row["drafter"]: row for row in ROWS if row["device"] == "tpu-v7"}
-    plain, looping = by_drafter["none"], by_drafter["early-exit"]
-    assert plain["temp_bytes"] < 0.02 * plain["weight_and_kv_bytes"]
-    copied = looping["temp_bytes"] - looping["buffer_bytes"]
-    assert 0.4 * looping["weight_and_kv_bytes"] < copied < looping["weight_and_kv_bytes"]
-    assert "copy" in looping["temporaries"][0][0]
-
-
-def test_the_committed_table_has_every_drafter_for_both_targets_on_every_tpu_and_a_refusal():
+def test_the_committed_table_is_the_whole_product_of_drafters_targets_devices_meshes_and_contexts():
     drafters = {"none", "ngram", "early-exit", "fp8", "fp8:kv=own", "external"}
+    found = {(row["device"], row["target"], row["mesh"], row["context"], row["drafter"]) for row in ROWS}
     for place, target in itertools.product(("tpu-v5e", "tpu-v5p", "tpu-v6e"), ("llama-3.1-8b", "llama-3.1-70b")):
-        assert {row["drafter"] for row in FAITHFUL if (row["device"], row["target"]) == (place, target)} == drafters
-    assert {row["drafter"] for row in FAITHFUL if row["device"] == "h100"} == drafters
-    assert {row["context"] for row in FAITHFUL} >= {2048, 131_072}
+        meshes = {mesh for device_, target_, mesh, _, _ in found if (device_, target_) == (place, target)}
+        assert len(meshes) == 2
+        assert found >= set(itertools.product([place], [target], meshes, (2048, 16_384, 131_072), drafters))
+    assert found >= set(itertools.product(["h100"], ["llama-3.1-8b"], ["1"], (2048, 16_384, 131_072), drafters))
+    assert found >= set(itertools.product(["h100"], ["llama-3.1-70b"], ["8"], (2048, 16_384), drafters))
+    assert {row["device"] for row in ROWS} >= {"h200", "b200", "tpu-v4", "tpu-v7"}
+
+
+def test_what_the_compilers_refused_does_not_fit_by_its_shapes_either():
     refused = [row for row in ROWS if row["refusal"]]
     assert refused
     for row in refused:
         found = read_refusal(row["refusal"])
         assert found.needed_bytes > found.limit_bytes
-        assert row["shapes_bytes"] > found.limit_bytes  # the shapes say so too
+        assert row["shapes_bytes"] > found.limit_bytes
+    for row in ROWS:
+        assert bool(row["refusal"]) == (row["compiler_bytes"] > hardware.find(row["device"]).limit_bytes)
+
+
+def test_the_committed_shapes_are_those_of_today():
+    for row in (row for row in ROWS if (row["device"], row["mesh"]) == ("tpu-v5e", "2x2")):
+        strategy = Strategy(*(row[name] for name in ("target", "drafter", "batch", "context", "window", "dtype")))
+        assert strategy.account(sharding.layout(4, 8).size).needed_bytes == row["shapes_bytes"]
+
+
+def test_the_tables_in_text_are_those_of_the_rows():
+    assert memory_table.table(ROWS) == (ROOT / "experiments" / "memory_table.md").read_text()
+    readme = (ROOT / "README.md").read_text()
+    assert memory_table.into_readme(readme, ROWS) == readme

@@ -18,7 +18,7 @@ from typing import Any
 _ALLOCATION = re.compile(r"allocation \d+: size (\d+)(?:, color (\d+))?, (.*)")
 _VALUE = re.compile(r" value: <\d+ (\S+?)(?:\{[\d,]*\})? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
 _OPERATION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = .*?metadata=\{.*?op_name=\"([^\"]*)\"", re.MULTILINE)
-_REPORT = "-memory-usage-report.txt"
+_NEXT = "-buffer-assignment-values.txt"
 ROUNDS = ("jit_step", "jit_run")
 ROUND = re.compile(r".*jit\((?:step|run)\)/(?:while/body/)?")
 """What stands before the name of an operation of the round."""
@@ -50,11 +50,12 @@ def dump_options(folder: str) -> dict[str, Any]:
 def read_dump(folder: str) -> Assignment | None:
     """The assignment of the round that was dumped there; `None` while there is none.
 
-    The report of memory use is written after it: where that is, it is complete. Compilers make code only then.
+    Another file is begun after it (of hundreds of megabytes: no need to wait for its end): where that is, the
+    assignment is complete. Compilers make code only then.
     """
-    for report in Path(folder).rglob(f"*{_REPORT}"):
-        if any(name in report.name for name in ROUNDS):
-            stem = str(report).removesuffix(_REPORT)
+    for following in Path(folder).rglob(f"*{_NEXT}"):
+        if any(name in following.name for name in ROUNDS):
+            stem = str(following).removesuffix(_NEXT)
             return parse(Path(stem + "-buffer-assignment.txt").read_text(), Path(stem + ".txt").read_text())
     return None
 

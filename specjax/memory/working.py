@@ -19,9 +19,15 @@ from jax.extend import core
 
 from specjax import cache as kv
 from specjax import decode
+from specjax.memory.assignment import TABLE_BYTES
 from specjax.memory.state import Weights
 
 PHASES = ("draft", "verify", "commit")
+
+
+TABLES = 5
+"""Tuples whose addresses a TPU's compiler keeps in HBM, for each product with a weight: 2 to 9 in the programs of
+`experiments/memory_table.md`, in 16 KiB each (`specjax.memory.assignment.TABLE_BYTES`): most of what it adds."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class Products:
     converted: Any  # the largest weight that is read in another dtype than it is kept in
     repeated: Any  # all weights that are converted inside of a loop, as one array: they don't change within it
     looked_up: Any  # the weight that rows are taken from
+    count: int  # products with a weight
 
 
 Buffer = tuple[str, str, Any, int, tuple[str, ...]]
@@ -76,6 +83,8 @@ def trace(program: decode.Program, params: Weights, drafter_params: Weights, sta
     if backend == "cpu":
         buffers += (("float32 copies", "copies", _widened((params, drafter_params, state)), 1, PHASES),)
     if backend == "tpu":
+        tables = jax.ShapeDtypeStruct((TABLES * TABLE_BYTES * (drafting.count + verifying.count),), jnp.uint8)
+        buffers += (("address tables, estimated", "tables", tables, 1, PHASES),)
         own = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(drafter_params)}
         for whose, found in (("target", verifying.looked_up), ("drafter", drafting.looked_up)):
             if found is not None and (whose == "target" or (found.shape, found.dtype) in own):
@@ -87,10 +96,11 @@ def _products(
     function: Callable[..., Any], arguments: tuple[Any, ...], weights: set[Any], vocab: int
 ) -> tuple[Products, Any]:
     jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    scores, features, converted, repeated, looked_up = [], [], [], [], []
+    scores, features, converted, repeated, looked_up, count = [], [], [], [], [], 0
     for equation, looped in _equations(jaxpr.jaxpr, False):
         operands = [variable.aval for variable in equation.invars]
         if equation.primitive.name == "dot_general":
+            count += any(operand.ndim == 2 for operand in operands)
             if all(operand.ndim > 2 for operand in operands):
                 scores.append(equation.outvars[0].aval)
             elif not any(operand.ndim == 2 and max(operand.shape) >= vocab for operand in operands):
@@ -103,7 +113,7 @@ def _products(
                 repeated.append(equation.outvars[0].aval)
     total = sum(int(np.prod(leaf.shape)) for leaf in repeated)
     whole = jax.ShapeDtypeStruct((total,), converted[0].dtype) if repeated else None
-    found = (_biggest(scores), _biggest(features), _biggest(converted), whole, _biggest(looked_up))
+    found = (_biggest(scores), _biggest(features), _biggest(converted), whole, _biggest(looked_up), count)
     return Products(*found), result
 
 

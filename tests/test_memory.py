@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from specjax import decode, memory
+from specjax.cli import main
 from specjax.drafter import Drafter, load
 from specjax.engine import Engine
 from specjax.memory import ahead, cli, hardware, sharding
@@ -280,7 +281,7 @@ def test_the_command_prints_what_fits(capsys):
     ],
 )
 def test_bad_input_is_refused_with_the_rule(words, message, capsys):
-    assert cli.run(arguments(*SMALL, *words)) == 2
+    assert main(["memory", *SMALL, *words]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -303,10 +304,10 @@ def test_a_config_file_is_a_target_like_a_preset(tmp_path, capsys):
 def test_a_description_without_enough_information_names_what_it_lacks(missing, tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({name: value for name, value in LLAMA_8B.items() if name != missing}))
-    assert cli.run(arguments("--target", str(path))) == 2
+    assert main(["memory", "--target", str(path)]) == 2
     assert f"{path} lacks {missing}" in capsys.readouterr().err
     path.write_text("{")
-    assert cli.run(arguments("--target", str(path))) == 2
+    assert main(["memory", "--target", str(path)]) == 2
     assert str(path) in capsys.readouterr().err
 
 
@@ -316,7 +317,7 @@ def test_a_mesh_is_counted_a_device_and_in_all_and_what_speculation_takes_away_i
         patch.setitem(PRESETS, "qwen3-0.6b", PRESETS["llama-3.1-8b"])  # the vocabularies must agree
         assert cli.run(arguments(*large, "--batch", "4", "--json")) == 0
         plain, external = json.loads(capsys.readouterr().out)
-        assert external["needed_bytes_all_devices"] == 4 * external["needed_bytes"]
+        assert external["peak_bytes_all_devices"] == 4 * external["peak_bytes"]
         assert external["largest_batch"] < plain["largest_batch"]
         assert cli.run(arguments(*large, "--batch", "4")) == 0
     shown = capsys.readouterr().out

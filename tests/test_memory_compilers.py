@@ -190,7 +190,7 @@ def test_this_machine_compiles_and_a_device_that_counts_is_asked(monkeypatch, ca
     for fact in facts.values():
         assert sum(fact["compiler_temporaries"].values()) < fact["compiler_bytes"]
         assert fact["compiler_bytes"] > fact["components"]["target weights"]
-    order = sorted(facts, key=lambda name: facts[name]["needed_bytes"])
+    order = sorted(facts, key=lambda name: facts[name]["peak_bytes"])
     assert [facts[name]["device_peak_bytes"] for name in order] == [2**30, 2**31, 3 * 2**30]  # ascending
     assert cli.run(arguments(*tiny, "--device", "this", "--compile")) == 0
     assert "the device says" in capsys.readouterr().out

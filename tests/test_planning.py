@@ -20,7 +20,7 @@ TREE = "specjax/testing.py:Tree"
 
 
 def growth(drafter, windows=(), layout=WHOLE):
-    return Growth(Strategy("tiny", drafter, 1, 64), layout, windows)
+    return Growth(Strategy("tiny", drafter, 1, 64, platform="gpu"), layout, windows)
 
 
 @pytest.mark.parametrize(
@@ -35,14 +35,14 @@ def test_growth_equals_a_fresh_trace_at_other_sizes(drafter, windows, layout):
     found = growth(drafter, windows, layout)
     for batch, context, window in ((6, 200, 6), (14, 499, 3)):
         window = window if len(windows) > 1 else found.axes[2][0]
-        strategy = Strategy("tiny", drafter, batch, context, window)
+        strategy = Strategy("tiny", drafter, batch, context, window, platform="gpu")
         assert found.account(batch, context, window) == strategy.account(layout.size)
         assert found.traffic(batch, context, window).counts == traffic_of(strategy, layout).counts
 
 
 def test_the_largest_batch_and_the_longest_context_are_the_last_that_fit():
     found = growth("external", (3,))
-    limit = Strategy("tiny", "external", 6, 192, 3).account().needed_bytes
+    limit = Strategy("tiny", "external", 6, 192, 3, platform="gpu").account().needed_bytes
     assert found.largest_batch(limit, 192, 3) == 6
     assert found.largest_batch(limit - 1, 192, 3) == 5
     assert found.longest_context(limit, 6, 3) == 192
@@ -164,7 +164,7 @@ def test_crossings_are_the_first_sizes_at_which_something_is_so():
     weights = curve.drafter_weights_bytes
     before, at = (sweep.beside_weights(found.account(1, size)) for size in (first - 1, first))
     assert before <= weights < at
-    assert curve.needed_bytes[-1] == Strategy("tiny", "external", 1, 512).account().needed_bytes
+    assert curve.needed_bytes[-1] == Strategy("tiny", "external", 1, 512, platform="gpu").account().needed_bytes
     assert sweep.curve(found, sweep.Axis("batch", 1, 2), 1, 16, 10**9).crossings["no longer fits"] is None
 
 

@@ -19,5 +19,5 @@ def refusing() -> Iterator[None]:
     """While a command prepares, what its parts raise about the input is an answer to the user."""
     try:
         yield
-    except (ValueError, OSError, RuntimeError) as error:
-        raise Refusal(str(error)) from error
+    except (ValueError, OSError, RuntimeError, OverflowError) as error:
+        raise Refusal(" ".join(str(error).split()) or type(error).__name__) from error

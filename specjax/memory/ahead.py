@@ -25,8 +25,6 @@ from specjax.memory.refusal import read_refusal
 from specjax.memory.strategies import Strategy
 
 TIMEOUT_S = 600
-FLAT = ("tpu-v5e", "tpu-v6e")
-"""TPUs in a two-dimensional torus."""
 LIBTPU_ARGS = {"tpu-v7": "--xla_tpu_control_large_2nd_minor_layout_for_x16=false"}
 """What a program should run with: a TPU v7's compiler lays 16-bit weights out in tiles of 16 x 128 within a loop and of
 8 x 128 outside, and holds both copies, unless it is told otherwise (in the variable LIBTPU_INIT_ARGS)."""
@@ -69,7 +67,7 @@ def compile_ahead(strategy: Strategy, device: hardware.Device, mesh: str, *, dat
       RuntimeError: the child process failed for another reason than memory, with the end of what it said.
     """
     check_installed(device)
-    check_mesh(device, mesh)
+    mesh = hardware.check_mesh(device, mesh)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "w+") as log:
         request = {"strategy": strategy.asdict(), "device": device.name, "mesh": mesh, "data": data, "folder": folder}
@@ -137,19 +135,6 @@ def check_installed(device: hardware.Device) -> None:
                 f"the compiler for {device.name} is not installed ({module} is missing): "
                 f"run `python -m pip install 'specjax[{extra}]'`"
             )
-
-
-def check_mesh(device: hardware.Device, mesh: str) -> None:
-    """Raise unless the device is built in such meshes: hosts of 2 x 2 chips in two or three dimensions, or parts."""
-    if device.platform != "tpu":
-        return
-    dimensions = 2 if device.name in FLAT else 3
-    sizes = [int(size) for size in mesh.split("x")]
-    if len(sizes) != dimensions or any(size > 1 and size % 2 for size in sizes[:2]):
-        example = "x".join(["2"] * dimensions)
-        raise ValueError(
-            f"mesh {mesh!r}: {device.name} has {dimensions} dimensions, the first two 1 or even, as {example}"
-        )
 
 
 def _spec(module: str) -> object:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import jax
 from rich.table import Table
 
+from specjax.cli.errors import refusing
 from specjax.cli.progress import Progress
 from specjax.cli.table import make_console
 from specjax.memory import acceptance, hardware, pictures, sharding, sweep, worth
@@ -49,12 +49,11 @@ class Column:
             "components": {part.name: part.bytes for part in self.account.components},
             "phases": {phase: self.account.phase_bytes(phase) for phase in PHASES},
             "peak_phase": self.account.peak_phase,
-            "peak_bytes": self.account.peak_bytes,
-            "needed_bytes": self.account.needed_bytes,
-            "needed_bytes_all_devices": self.account.needed_bytes * self.layout.devices,
+            "peak_bytes": self.account.needed_bytes,
+            "peak_bytes_all_devices": self.account.needed_bytes * self.layout.devices,
             "added_bytes": self.account.added_bytes,
-            "added_per_sequence_bytes": added // self.strategy.batch,
-            "added_per_token_bytes": added // (self.strategy.batch * self.strategy.context),
+            "added_per_sequence_bytes": added * self.layout.data // strategy.batch,
+            "added_per_token_bytes": added * self.layout.data // (strategy.batch * strategy.context),
             "left_bytes": limit - self.account.needed_bytes,
             "largest_batch": self.growth.largest_batch(limit, strategy.context),
             "longest_context": self.growth.longest_context(limit, strategy.batch),
@@ -101,23 +100,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; 2 if the request makes no sense."""
-    try:
-        if args.device in hardware.DEVICES:  # nothing runs here: don't start a device, nor lock its compiler out
-            jax.config.update("jax_platforms", "cpu")
-        if args.acceptance and args.sweep:
-            raise ValueError("--acceptance and --sweep are two questions: ask one at a time")
-        if args.plot:
-            pictures.check_path(args.plot)
-        axes = sweep.parse(args.sweep, preset(args.target).context_length)
-        run_ = acceptance.read_run(args.acceptance) if args.acceptance else {}
-        columns = account_for(args)
-        if axes:
-            return _sweep(columns, axes, args)
-        joined = worth.join([(column.strategy, column.account) for column in columns], run_) if run_ else []
-    except (ValueError, RuntimeError) as error:
-        print(f"specjax: error: {error}", file=sys.stderr)
-        return 2
+    """Print the table."""
+    with refusing():
+        return _answer(args)
+
+
+def _answer(args: argparse.Namespace) -> int:
+    if args.device in hardware.DEVICES:  # nothing runs here: don't start a device, nor lock its compiler out
+        jax.config.update("jax_platforms", "cpu")
+    if args.sweep and (args.acceptance or args.compile):
+        other = "--acceptance" if args.acceptance else "--compile"
+        raise ValueError(f"{other} and --sweep are two questions: ask one at a time")
+    if args.plot:
+        pictures.check_path(args.plot)
+    axes = sweep.parse(args.sweep, preset(args.target).context_length)
+    run_ = acceptance.read_run(args.acceptance) if args.acceptance else {}
+    columns = account_for(args)
+    if axes:
+        return _sweep(columns, axes, args)
+    joined = worth.join([(column.strategy, column.account) for column in columns], run_) if run_ else []
     if args.json:
         facts = [column.summary() for column in columns]
         print(json.dumps({"strategies": facts, "acceptance": joined} if joined else facts, indent=1))
@@ -149,7 +150,7 @@ def _sweep(columns: list[Column], axes: list[sweep.Axis], args: argparse.Namespa
     values = json.dumps([curve.as_json() for curve in curves], indent=1)
     if args.plot:
         pictures.curves(curves, limit, _title(columns[0]), args.plot)
-        args.plot.with_suffix(".json").write_text(values + "\n")
+        args.plot.with_suffix(".sweep.json").write_text(values + "\n")
     if args.json:
         print(values)
     else:
@@ -172,14 +173,9 @@ def account_for(args: argparse.Namespace) -> list[Column]:
       ValueError: an unknown device, target or drafter, a mesh or context that does not fit them.
       CompilerMissingError: `--compile` without the compiler.
     """
-    device, config = hardware.find(args.device), preset(args.target)
-    devices = hardware.chips(args.mesh) * device.devices_per_chip
-    layout = sharding.layout(devices, config.num_kv_heads, data=args.data)
-    sharding.check(layout, config.intermediate_size)
+    device, layout = sharding.place(args.device, args.mesh, args.data, preset(args.target))
     if args.batch % args.data:
         raise ValueError(f"batch={args.batch}: must be a multiple of data={args.data}, so that rows can be split")
-    if device.name == hardware.HERE and devices > 1:
-        raise ValueError(f"mesh {args.mesh!r}: this machine is measured as one device, give --mesh 1")
     if args.compile and device.name != hardware.HERE:
         check_installed(device)
     columns = []
@@ -226,7 +222,7 @@ def table(columns: list[Column]) -> Table:
         shown.add_row(f"in all: {phase}", *(_gib(fact["phases"][phase]) for fact in facts))
     shown.add_row("the most, in", *(fact["peak_phase"] for fact in facts))
     if first.layout.devices > 1:
-        every = (_gib(fact["needed_bytes_all_devices"]) for fact in facts)
+        every = (_gib(fact["peak_bytes_all_devices"]) for fact in facts)
         shown.add_row(f"the most, all {first.layout.devices} devices", *every)
     shown.add_row(f"left of {_gib(first.device.limit_bytes)}", *(_left(fact["left_bytes"]) for fact in facts))
     shown.add_section()

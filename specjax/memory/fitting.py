@@ -1,7 +1,9 @@
 """How an account grows with batch, context and window, and hence what fits into a device.
 
-Every figure is traced at a few sizes and laid through them exactly: bytes are straight lines in batch and
-context, and at most parabolas in the window (a tree's mask). No rule says which component grows with what.
+Figures are traced at a few sizes and laid through them exactly: a straight line, or a parabola where a third
+trace does not lie on the line (a tree's mask, attention over the text itself). No rule says which component
+grows with what. Where another trace does not lie on the parabola either, every size is traced by itself, and
+so are small contexts, where a component is the largest of several arrays and changes from one to another.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from typing import Any
 import jax
 
 from specjax import decode
-from specjax.memory.shapes import Account, Component
+from specjax.memory.shapes import LARGEST_BATCH, Account, Component
 from specjax.memory.sharding import Layout
-from specjax.memory.state import state_shapes
+from specjax.memory.state import state_shapes, tracing
 from specjax.memory.strategies import Strategy
 from specjax.memory.traffic import Traffic, traffic
 
@@ -48,6 +50,12 @@ class Surface:
         return {name: int(value) for name, value in result.items()}
 
 
+SMALLEST_CONTEXT = 1024
+"""Of those that are laid through: below, each context is traced."""
+FAR = 64
+"""Batches are checked at so many times the smallest one."""
+
+
 @dataclass(frozen=True)
 class Growth:
     """A strategy on one device of a mesh, at any batch, context and (of `windows`' range) window."""
@@ -58,7 +66,7 @@ class Growth:
 
     def account(self, batch: int, context: int, window: int = 0) -> Account:
         """The account at other sizes; `window` 0 is the strategy's own."""
-        figures = self._accounts.at(batch, context, window or self.axes[2][0])
+        figures = self._figures(self._account_at, batch, context, window)
         outline = self._outline
 
         def rebuild(side: str, parts: tuple[Component, ...]) -> tuple[Component, ...]:
@@ -68,7 +76,7 @@ class Growth:
 
     def traffic(self, batch: int, context: int, window: int = 0) -> Traffic:
         """What a round moves and computes, at other sizes."""
-        return Traffic(self._traffic.at(batch, context, window or self.axes[2][0]))
+        return Traffic(dict(self._figures(self._traffic_at, batch, context, window)))
 
     def needed_bytes(self, batch: int, context: int, window: int = 0) -> int:
         """What a device must have, at another batch and context."""
@@ -77,52 +85,98 @@ class Growth:
     def largest_batch(self, limit_bytes: int, context: int, window: int = 0) -> int:
         """The largest batch that fits; 0 if none does. A batch is a multiple of the mesh's `data`."""
         step = self.layout.data
-        return step * largest(lambda n: self.needed_bytes(n * step, context, window) <= limit_bytes)
+        return step * largest(lambda n: self.needed_bytes(n * step, context, window) <= limit_bytes, LARGEST_BATCH)
 
     def longest_context(self, limit_bytes: int, batch: int, window: int = 0) -> int:
-        """The longest context that fits, at most the model's; 0 if none does."""
-        longest = self.strategy.model.config.context_length
-        return largest(lambda context: self.needed_bytes(batch, context, window) <= limit_bytes, longest)
+        """The longest context that fits, at most the model's; 0 if none does that the window fits into."""
+        longest, shortest = self.strategy.model.config.context_length, self.nodes(window) + 1
+
+        def fits(context: int) -> bool:
+            return context < shortest or self.needed_bytes(batch, context, window) <= limit_bytes
+
+        found = largest(fits, longest)
+        return found if found >= shortest else 0
 
     @functools.cached_property
-    def axes(self) -> tuple[tuple[int, ...], ...]:
-        """Sizes that are traced: rows that the mesh can split, contexts that any window fits into."""
-        program, _, _ = self.strategy.shapes()
-        longest, own = program.model.context_length, program.drafter.num_speculative_tokens
-        low, high = (min(self.windows), max(self.windows)) if self.windows else (own, own)
-        windows = {low, high} if self._drafts_chains(low) else {low, (low + high) // 2, high}
-        return (self.layout.data, 2 * self.layout.data), (longest // 2, longest), tuple(sorted(windows))
+    def window(self) -> int:
+        """The strategy's own window."""
+        return self.strategy.shapes()[0].drafter.num_speculative_tokens
 
-    def _drafts_chains(self, window: int) -> bool:
-        """A chain's figures are straight lines in the window; a tree's mask is a square."""
-        strategy = self._strategy(self.layout.data, self.strategy.model.context_length, window)
+    def nodes(self, window: int = 0) -> int:
+        """Nodes that a round drafts."""
+        return int(self._draft(window or self.window).tokens.shape[1])
+
+    def depth(self, window: int = 0) -> int:
+        """The most tokens of a draft that can be accepted: a tree's depth, or all of a chain."""
+        draft = self._draft(window or self.window)
+        return int(draft.depth if draft.depth is not None else draft.tokens.shape[1])
+
+    @functools.cache  # noqa: B019  (a frozen value, of which there are few)
+    def _draft(self, window: int) -> Any:
+        strategy = self._strategy(self.layout.data, self.strategy.model.config.context_length, window)
         program, params, own = strategy.shapes()
-        state = state_shapes(program, params, own, **strategy.options())
-        return jax.eval_shape(functools.partial(decode.propose, program), params, own, state).parents is None
+        with tracing(program):
+            state = state_shapes(program, params, own, **strategy.options())
+            return jax.eval_shape(functools.partial(decode.propose, program), params, own, state)
 
     @functools.cached_property
-    def _accounts(self) -> Surface:
-        def figures(strategy: Strategy) -> Figures:
-            account = strategy.account(self.layout.size)
-            sides = (("own", account.components), ("none", account.baseline))
-            return {(side, part.name): part.bytes for side, parts in sides for part in parts}
+    def axes(self) -> tuple[tuple[int, ...], ...] | None:
+        """Sizes that are laid through, two or three of each kind; `None` where that would not be exact."""
+        longest = self.strategy.model.config.context_length
+        windows = (min(self.windows), max(self.windows)) if self.windows else (self.window,) * 2
+        batches = (self.layout.data, 2 * self.layout.data)
+        contexts = (max(min(SMALLEST_CONTEXT, longest // 2), windows[1] + 1), longest)
+        if contexts[0] >= longest:
+            return None
+        axes = [tuple(sorted(set(ends))) for ends in (batches, contexts, windows)]
+        for axis in (1, 2):
+            if len(axes[axis]) > 1 and not self._lies_on(axes, axis, sum(axes[axis]) // 2):
+                axes[axis] = (axes[axis][0], sum(axes[axis]) // 2, axes[axis][1])
+        checks = [(0, FAR * self.layout.data)]
+        checks += [(axis, (axes[axis][0] + axes[axis][1]) // 2) for axis in (1, 2) if len(axes[axis]) == 3]
+        return tuple(axes) if all(self._lies_on(axes, axis, size) for axis, size in checks) else None
 
-        return self._surface(figures)
+    def _lies_on(self, axes: Sequence[tuple[int, ...]], axis: int, size: int) -> bool:
+        """Whether a trace at `size` of one axis, with the others at their ends, is what the axis says."""
+        ends = [nodes[-1] for nodes in axes]
 
-    @functools.cached_property
-    def _traffic(self) -> Surface:
-        return self._surface(lambda strategy: traffic_of(strategy, self.layout).counts)
+        def at(size: int) -> tuple[int, ...]:
+            return (*ends[:axis], size, *ends[axis + 1 :])
 
-    def _surface(self, figures: Callable[[Strategy], Figures]) -> Surface:
-        points = {sizes: figures(self._strategy(*sizes)) for sizes in itertools.product(*self.axes)}
-        return Surface(self.axes, points)
+        line = Surface((axes[axis],), {(node,): self._account_at(*at(node)) for node in axes[axis]})
+        return line.at(size) == self._account_at(*at(size))
+
+    def _figures(self, measure: Callable[[int, int, int], Figures], batch: int, context: int, window: int) -> Figures:
+        window = window or self.window
+        if self.axes is None:
+            return measure(batch, context, window)
+        if context < self.axes[1][0]:
+            nodes = self.axes[0]
+            return Surface((nodes,), {(node,): measure(node, context, window) for node in nodes}).at(batch)
+        return self._surface(measure).at(batch, context, window)
+
+    @functools.cache  # noqa: B019
+    def _surface(self, measure: Callable[[int, int, int], Figures]) -> Surface:
+        assert self.axes is not None
+        return Surface(self.axes, {sizes: measure(*sizes) for sizes in itertools.product(*self.axes)})
+
+    @functools.cache  # noqa: B019
+    def _account_at(self, batch: int, context: int, window: int) -> Figures:
+        account = self._strategy(batch, context, window).account(self.layout.size)
+        sides = (("own", account.components), ("none", account.baseline))
+        return {(side, part.name): part.bytes for side, parts in sides for part in parts}
+
+    @functools.cache  # noqa: B019
+    def _traffic_at(self, batch: int, context: int, window: int) -> Figures:
+        return traffic_of(self._strategy(batch, context, window), self.layout).counts
 
     def _strategy(self, batch: int, context: int, window: int) -> Strategy:
         return dataclasses.replace(self.strategy, batch=batch, context=context, window=window)
 
     @functools.cached_property
     def _outline(self) -> Account:
-        return self._strategy(*(axis[-1] for axis in self.axes)).account(self.layout.size)
+        sizes = (self.layout.data, self.strategy.model.config.context_length, max((*self.windows, self.window)))
+        return self._strategy(*sizes).account(self.layout.size)
 
 
 @functools.lru_cache(maxsize=64)
@@ -140,7 +194,7 @@ def traffic_of(strategy: Strategy, layout: Layout) -> Traffic:
     return traffic(program, params, own, state, layout, strategy.platform)
 
 
-def largest(fits: Callable[[int], Any], maximum: int = 2**30) -> int:
+def largest(fits: Callable[[int], Any], maximum: int) -> int:
     """The largest number up to `maximum` for which `fits` holds: it holds up to some number and not beyond."""
     low, high = 0, maximum
     while low < high:

@@ -108,16 +108,39 @@ def find(name: str) -> Device:
     return DEVICES[name]
 
 
+FLAT = ("tpu-v5e", "tpu-v6e")
+"""TPUs in a two-dimensional torus."""
+
+
+def check_mesh(device: Device, mesh: str) -> str:
+    """A mesh as the device's maker writes it: TPUs have hosts of 2 x 2 chips in two or three dimensions, or parts.
+
+    Raises:
+      ValueError: the device is not built in such meshes, with the rule.
+    """
+    count = chips(mesh)
+    if device.name == HERE and count > 1:
+        raise ValueError(f"mesh {mesh!r}: this machine is measured as one device, give --mesh 1")
+    if device.platform != "tpu" or device.name == HERE:
+        return str(count)
+    dimensions = 2 if device.name in FLAT else 3
+    sizes = [1] * dimensions if count == 1 else [int(size) for size in mesh.lower().split("x")]
+    if len(sizes) != dimensions or any(size > 1 and size % 2 for size in sizes[:2]):
+        example = "x".join(["2"] * dimensions)
+        raise ValueError(
+            f"mesh {mesh!r}: {device.name} has {dimensions} dimensions, the first two 1 or even, as {example}"
+        )
+    return "x".join(map(str, sizes))
+
+
 def chips(mesh: str) -> int:
     """Chips of a mesh such as `2x2x2`, a TPU's physical shape or, for GPUs, a plain number.
 
     Raises:
       ValueError: what is not positive numbers joined by x.
     """
-    try:
-        sizes = [int(part) for part in mesh.lower().split("x")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1:
+    parts = mesh.lower().split("x")
+    sizes = [int(part) if part.isdecimal() and part.isascii() and len(part) < 7 else 0 for part in parts]
+    if min(sizes) < 1:
         raise ValueError(f"mesh {mesh!r}: give positive sizes joined by x, as 2x2x2")
     return math.prod(sizes)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import Any
 
+import jax
 from rich import box
 from rich.table import Table
 
+from specjax.cli.errors import refusing
 from specjax.cli.table import make_console
 from specjax.memory import acceptance, hardware, planner, roofline, sharding, sizes, tiers, traffic_table
 from specjax.memory.hardware import GiB
@@ -47,13 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; 2 if the request makes no sense."""
-    try:
-        question = ask(args)
-        ranked = planner.options(question)
-    except (ValueError, RuntimeError) as error:
-        print(f"specjax: error: {error}", file=sys.stderr)
-        return 2
+    """Print the plan."""
+    with refusing():
+        return _answer(args)
+
+
+def _answer(args: argparse.Namespace) -> int:
+    if args.device in hardware.DEVICES:  # nothing runs here: don't start a device
+        jax.config.update("jax_platforms", "cpu")
+    if args.json and (args.traffic or args.tiers):
+        raise ValueError("--traffic and --tiers are printed as tables: leave them or --json out")
+    question = ask(args)
+    ranked = planner.options(question)
     if args.json:
         print(json.dumps(as_json(question, ranked), indent=1))
         return 0
@@ -76,10 +82,8 @@ def ask(args: argparse.Namespace) -> Question:
     Raises:
       ValueError: a device, target, drafter, size, range, latency or acceptance that makes no sense.
     """
-    device, config = hardware.find(args.device), preset(args.target)
-    devices = hardware.chips(args.mesh) * device.devices_per_chip
-    layout = sharding.layout(devices, config.num_kv_heads, data=args.data)
-    sharding.check(layout, config.intermediate_size)
+    config = preset(args.target)
+    device, layout = sharding.place(args.device, args.mesh, args.data, config)
     context, batch = sizes.parse_size(args.context), sizes.parse_size(args.batch) if args.batch else 0
     low, high = sizes.parse_range(args.windows)
     if context > config.context_length:
@@ -88,8 +92,9 @@ def ask(args: argparse.Namespace) -> Question:
         raise ValueError(f"window of {high}: does not fit into {context} cache slots")
     if batch % args.data:
         raise ValueError(f"batch={batch}: must be a multiple of data={args.data}, so that rows can be split")
-    if args.budget is not None and args.budget <= 0:
-        raise ValueError(f"budget of {args.budget:g} GiB: must be more than 0")
+    most = device.limit_bytes / GiB
+    if args.budget is not None and not 0 < args.budget <= most:
+        raise ValueError(f"budget of {args.budget:g} GiB: must be more than 0, and at most {device.name}'s {most:.2f}")
     limit = device.limit_bytes if args.budget is None else int(args.budget * GiB)
     return Question(
         target=args.target,
@@ -161,7 +166,8 @@ def assumptions(question: Question) -> list[str]:
     lines = [
         f"rates: {question.device.source}{'' if question.device.name == hardware.HERE else ', peaks'}; "
         "times are lower bounds",
-        f"memory: {question.device.limit_source}",
+        "memory: "
+        + (question.device.limit_source if question.limit_bytes == question.device.limit_bytes else "the budget given"),
     ]
     if question.layout.devices > 1:
         link = question.device.link_bytes_per_s
@@ -197,7 +203,7 @@ def sizes_table(question: Question) -> Table:
     """How the best strategy changes with context and batch."""
     longest = preset(question.target).context_length
     contexts = (*(size for size in CONTEXTS if question.windows[-1] < size < longest), longest)
-    batches = tuple(size for size in BATCHES if size % question.layout.data == 0)
+    batches = tuple(size * question.layout.data for size in BATCHES)
     shown = Table(
         title="largest predicted speedup by context and batch: strategy, window, speedup", box=box.SIMPLE_HEAD
     )

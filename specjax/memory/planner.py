@@ -93,7 +93,10 @@ def options(question: Question) -> list[Option]:
 
 def best_of_each(ranked: list[Option]) -> list[Option]:
     """The best window of each strategy, in the order of the ranking."""
-    return list({option.spec: option for option in reversed(ranked)}.values())[::-1] if ranked else []
+    best: dict[str, Option] = {}
+    for option in ranked:
+        best.setdefault(option.spec, option)
+    return list(best.values())
 
 
 def _option(question: Question, spec: str, window: int) -> Option:
@@ -156,7 +159,7 @@ def ways_out(question: Question, spec: str, window: int) -> list[str]:
         ways.append(f"batch: {fewer} instead of {batch}")
     if shorter > window:
         ways.append(f"context: {shorter} instead of {context}")
-    weights = growth.account(step, 1 + window, window).phase_bytes("verify", "weights")
+    weights = growth.account(step, context, window).phase_bytes("verify", "weights")
     for text, other in _precisions(question):
         if other.allows(spec, batch, context, window):
             ways.append(f"precision: {text}")
@@ -183,10 +186,10 @@ def _precisions(question: Question) -> Iterator[tuple[str, Question]]:
 
 
 def _more_devices(question: Question, spec: str, batch: int, context: int, window: int) -> str:
-    heads = question.growths[spec].strategy.model.config.num_kv_heads
-    for devices in (2, 4, 8, 16, 32, 64):
-        if devices > question.layout.devices:
-            wider = replace(question, layout=sharding.layout(devices, heads, data=question.layout.data))
-            if wider.allows(spec, batch, context, window):
-                return f"devices: {devices} instead of {question.layout.devices}"
-    return "nothing of batch, context, precision, drafter or up to 64 devices by itself"
+    config, data = question.growths[spec].strategy.model.config, question.layout.data
+    for devices in (data * factor for factor in (2, 4, 8, 16, 32, 64)):
+        wider = replace(question, layout=sharding.layout(devices, config.num_kv_heads, data=data))
+        splits = sharding.splits(wider.layout, config.intermediate_size)
+        if devices > question.layout.devices and splits and wider.allows(spec, batch, context, window):
+            return f"devices: {devices} instead of {question.layout.devices}"
+    return f"nothing of batch, context, precision, drafter or up to {64 * data} devices by itself"

@@ -99,11 +99,11 @@ class Prediction:
 def predict(
     strategy: Growth, plain: Growth, profile: Profile | None, device: Device, batch: int, context: int, window: int
 ) -> Prediction:
-    """The prediction for one window; without a profile, one token a round.
+    """The prediction for one window; without a profile, one token a round. A tree's positions are its depths.
 
     On a mesh with `data` copies of the model, rates and bytes are those of one device, tokens of all.
     """
     time = round_time(strategy.traffic(batch, context, window), device)
     plain_s = round_time(plain.traffic(batch, context), device).round_s
-    tokens = profile.expected_tokens(window) if profile else 1.0
+    tokens = profile.expected_tokens(strategy.depth(window)) if profile else 1.0
     return Prediction(window, time, plain_s, tokens, batch)

@@ -28,9 +28,10 @@ import numpy as np
 from specjax import decode
 from specjax.drafter import Nothing
 from specjax.memory import working
-from specjax.memory.state import Weights, state_shapes, structs
+from specjax.memory.state import Weights, state_shapes, structs, tracing
 from specjax.memory.working import PHASES
 
+LARGEST_BATCH = 2**24
 GROUPS = ("weights", "kv", "state", "buffers")
 
 
@@ -153,6 +154,7 @@ def _components(
     leaves, tree = jax.tree.flatten((structs(params), structs(drafter_params)))
     state, round_ = _trace(program, tree, tuple(leaves), batch, capacity, jnp.dtype(cache_dtype), backend)
     nodes = round_.draft.tokens.shape[1]
+    _check_draft(program, round_.draft, state, capacity)
     cache_bytes = _sum(size, "kv", _flat(state.cache))
     window_bytes = cache_bytes * nodes // capacity
     pieces = jax.tree.leaves(state.drafter, is_leaf=is_cache)
@@ -188,8 +190,9 @@ def _trace(
 ) -> tuple[Any, working.Round]:
     """The traced part, kept: strategies share their baseline, and devices and meshes share all of it."""
     params, drafter_params = jax.tree.unflatten(tree, leaves)
-    state = state_shapes(program, params, drafter_params, batch=batch, capacity=capacity, cache_dtype=cache_dtype)
-    return state, working.trace(program, params, drafter_params, state, backend)
+    with tracing(program):
+        state = state_shapes(program, params, drafter_params, batch=batch, capacity=capacity, cache_dtype=cache_dtype)
+        return state, working.trace(program, params, drafter_params, state, backend)
 
 
 def _flat(tree: Any) -> list[tuple[Any, Any]]:
@@ -210,10 +213,27 @@ def _itemsize(dtype: Any) -> int:
     return int(np.dtype(dtype).itemsize)
 
 
+def _check_draft(program: decode.Program, draft: Any, state: Any, capacity: int) -> None:
+    """What a traced draft must keep to, so that a round can follow a round."""
+    name, nodes = type(program.drafter).__name__, draft.tokens.shape[1]
+    if nodes >= capacity:
+        raise ValueError(f"{name} drafts {nodes} tokens, which do not fit into {capacity} cache slots")
+    before, after = ((jax.tree.structure(tree), _shapes(tree)) for tree in (state.drafter, draft.state))
+    if before != after:
+        raise ValueError(
+            f"{name}: its state must keep its tree, shapes and dtypes; `init` returns {_shapes(state.drafter)}, "
+            f"`propose` {_shapes(draft.state)}"
+        )
+
+
+def _shapes(tree: Any) -> list[str]:
+    return [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(tree)]
+
+
 def _check(program: decode.Program, batch: int, capacity: int) -> None:
     context, window = program.model.context_length, program.drafter.num_speculative_tokens
-    if batch < 1:
-        raise ValueError(f"batch={batch}: must be at least 1")
+    if not 1 <= batch <= LARGEST_BATCH:
+        raise ValueError(f"batch={batch}: must be 1 to {LARGEST_BATCH}")
     if not 1 <= capacity <= context:
         raise ValueError(
             f"context of {capacity} tokens: must be 1 to {context}, the longest that the target was made for"

@@ -16,7 +16,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from specjax.memory import hardware
 from specjax.memory.shapes import nbytes
+from specjax.model import ModelConfig
 
 MODEL = ("heads", "group")
 
@@ -41,6 +43,7 @@ _ARRAYS: dict[str, tuple[Any, ...]] = {
     "hidden": ("data",),
     "state": ("data",),
     "features": (MODEL, "data", None),
+    "activations": ("data",),
     "dequantised": (MODEL, None),
 }
 """Axes of every other array, by the kind that the accountant gives it."""
@@ -93,18 +96,27 @@ class Layout:
         )
 
 
-def check(layout: Layout, intermediate_size: int) -> None:
-    """Refuse a mesh that does not split a model at all.
+def splits(layout: Layout, intermediate_size: int) -> bool:
+    """Whether the devices that share a model divide its features, which are most of its weights."""
+    return intermediate_size % layout.parts(MODEL) == 0
+
+
+def place(name: str, mesh: str, data: int, config: ModelConfig) -> tuple[hardware.Device, Layout]:
+    """A device by its name, and how a mesh of it splits a model.
 
     Raises:
-      ValueError: the devices that share a model do not divide its features, which are most of its weights.
+      ValueError: an unknown device; a mesh that it is not built in, or that does not split the model at all.
     """
-    parts = layout.parts(MODEL)
-    if intermediate_size % parts:
+    device = hardware.find(name)
+    hardware.check_mesh(device, mesh)
+    found = layout(hardware.chips(mesh) * device.devices_per_chip, config.num_kv_heads, data=data)
+    if not splits(found, config.intermediate_size):
         raise ValueError(
-            f"mesh of {layout.devices} devices: the {parts} that share a model do not divide its {intermediate_size} "
-            "features, so that each would hold all of them: take a number that does, or whole copies with --data"
+            f"mesh of {found.devices} devices: the {found.parts(MODEL)} that share a model do not divide its "
+            f"{config.intermediate_size} features, so that each would hold all of them: take a number that does, or "
+            "whole copies with --data"
         )
+    return device, found
 
 
 def layout(devices: int, kv_heads: int, *, data: int = 1) -> Layout:

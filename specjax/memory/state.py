@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -38,6 +40,20 @@ def state_shapes(
         return decode.State(tokens, row, row, flag, flag, keys, row, ends, sampler, cache, hidden, drafter, counts)
 
     return jax.eval_shape(build, structs(params), structs(drafter_params))
+
+
+@contextlib.contextmanager
+def tracing(program: decode.Program) -> Iterator[None]:
+    """While a drafter's code is traced, whatever it raises is an answer that names it.
+
+    Raises:
+      RuntimeError: in place of any exception.
+    """
+    try:
+        yield
+    except Exception as error:
+        name = type(program.drafter).__name__
+        raise RuntimeError(f"drafter {name} can't be traced: {type(error).__name__}: {error}") from error
 
 
 def structs(tree: Any) -> Any:

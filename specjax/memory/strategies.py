@@ -74,7 +74,7 @@ def preset(name: str) -> ModelConfig:
         return PRESETS[name]
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if path.suffix == ".json" and path.is_file():
-        return read_config(path)[0]
+        return read_config(path)
     raise ValueError(
         f"no sizes for target {name!r}: choose from {', '.join(PRESETS)}, or give a model's config.json "
         "(its weights need not be there)"

@@ -65,8 +65,10 @@ def parse(texts: Sequence[str], longest: int) -> list[Axis]:
 def curve(growth: Growth, axis: Axis, batch: int, context: int, limit_bytes: int) -> Curve:
     """A strategy's bytes along an axis; the other size stays."""
     step = growth.layout.data if axis.name == "batch" else 1
-    window = growth.axes[2][0]
-    first = max(axis.low, window + 1) if axis.name == "context" else axis.low
+    shortest = growth.nodes() + 1
+    if axis.name == "context" and axis.high < shortest:
+        raise ValueError(f"sweep to context {axis.high}: {growth.strategy.drafter} needs {shortest} slots at least")
+    first = max(axis.low, shortest) if axis.name == "context" else -(-axis.low // step) * step
 
     def at(size: int) -> Account:
         return growth.account(size, context) if axis.name == "batch" else growth.account(batch, size)
@@ -83,7 +85,9 @@ def curve(growth: Growth, axis: Axis, batch: int, context: int, limit_bytes: int
         added_bytes=tuple(sum(account.added_bytes.values()) for account in accounts),
         target_weights_bytes=ends.bytes("target weights"),
         drafter_weights_bytes=ends.bytes("drafter weights"),
-        crossings={name: _first(at, test, first, axis.high) for name, test in crossings(ends, limit_bytes).items()},
+        crossings={
+            name: _first(at, test, first, axis.high, step) for name, test in crossings(ends, limit_bytes).items()
+        },
     )
 
 
@@ -122,7 +126,8 @@ def beside_weights(account: Account) -> int:
     return sum(size for group, size in account.added_bytes.items() if group != "weights")
 
 
-def _first(at: Callable[[int], Account], test: Callable[[Account], bool], low: int, high: int) -> int | None:
-    """The smallest size from `low` to `high` for which a test holds; it holds from some size on."""
-    before = low - 1 + largest(lambda n: not test(at(low - 1 + n)), high - low + 1)
-    return before + 1 if before < high else None
+def _first(at: Callable[[int], Account], test: Callable[[Account], bool], low: int, high: int, step: int) -> int | None:
+    """The smallest size from `low` to `high` in steps for which a test holds; it holds from some size on."""
+    steps = (high - low) // step + 1
+    count = largest(lambda n: not test(at(low + (n - 1) * step)), steps)
+    return low + count * step if count < steps else None

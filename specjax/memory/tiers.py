@@ -36,7 +36,7 @@ class Move:
 def moves(account: Account, prediction: Prediction, context: int) -> Iterator[Move]:
     """All that may leave, for a strategy at full load."""
     kv, weights = account.bytes("target KV, committed"), account.bytes("drafter weights")
-    per_token = kv / (prediction.batch * context)
+    per_token = (kv + account.bytes("target KV, speculative window")) / (prediction.batch * context)
     rounds_per_s = 1 / prediction.time.round_s
     yield Move("KV, out as accepted", kv, prediction.tokens_per_s * per_token)
     yield Move("KV, back each round", kv, kv * rounds_per_s)

@@ -80,7 +80,8 @@ def traffic(
     weights = _labels(layout, "target weights", "weights", params)
     own = _labels(layout, "drafter weights", "weights", drafter_params)
     carried = [label for field in dataclasses.fields(state) for label in _held(layout, field.name, state)]
-    drafting = Walk("draft", layout, vocab, loops, backend, tally)
+    heads = frozenset({vocab, getattr(getattr(program.model, "config", None), "padded_vocab_size", vocab)})
+    drafting = Walk("draft", layout, vocab, heads, loops, backend, tally)
     propose = functools.partial(decode.propose, program)
     jaxpr, draft = jax.make_jaxpr(propose, return_shape=True)(params, drafter_params, state)
     drafting.run(jaxpr.jaxpr, [*weights, *own, *carried], 1)

@@ -37,6 +37,7 @@ class Walk:
     phase: str
     layout: Layout
     vocab: int
+    heads: frozenset[int]  # sizes of the vocabulary's side of a matrix: padded or not
     loops: int
     backend: str
     tally: Counter[tuple[str, str, str]]
@@ -115,7 +116,7 @@ class Walk:
             for var in others:
                 for field in ("read", "written"):
                     self.add("attention scores", field, times * _count(var) * var.aval.dtype.itemsize * share)
-        elif any(max(var.aval.shape, default=0) >= self.vocab for var in equation.invars):
+        elif any(not self.heads.isdisjoint(var.aval.shape) for var in equation.invars):
             self.laws(times * _count(result), ("read", "written"))
         if main.reduces > 1:  # a ring's all-reduce: 2 (n - 1) / n of the result
             size = _count(result) * result.aval.dtype.itemsize / self.layout.data

@@ -35,7 +35,8 @@ class Products:
     """Results of a traced function that a compiler must write to memory; `None` where there are none."""
 
     scores: Any  # the largest product of two activations: attention
-    features: Any  # the largest product with a weight, the vocabulary's aside
+    features: Any  # the largest product with a weight on its left (the decoder's own), the vocabulary's aside
+    activations: Any  # the same with one on its right, which no rule splits
     converted: Any  # the largest weight that is read in another dtype than it is kept in
     repeated: Any  # all weights that are converted inside of a loop, as one array: they don't change within it
     looked_up: Any  # the weight that rows are taken from
@@ -57,13 +58,14 @@ class Round:
 def trace(program: decode.Program, params: Weights, drafter_params: Weights, state: Any, backend: str) -> Round:
     """Trace a round's two halves."""
     weights = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((params, drafter_params)) if leaf.ndim == 2}
-    vocab = program.model.vocab_size
+    config = getattr(program.model, "config", None)
+    vocab = {program.model.vocab_size, getattr(config, "padded_vocab_size", program.model.vocab_size)}
     propose = functools.partial(decode.propose, program)
     drafting, draft = _products(propose, (params, drafter_params, state), weights, vocab)
     verifying, _ = _products(functools.partial(decode.settle, program), (params, state, draft), weights, vocab)
     batch, nodes = draft.tokens.shape
-    law = jax.ShapeDtypeStruct((batch, nodes + 1, vocab), jnp.float32)
-    further = jax.ShapeDtypeStruct((batch, 1, vocab), jnp.float32)
+    law = jax.ShapeDtypeStruct((batch, nodes + 1, program.model.vocab_size), jnp.float32)
+    further = jax.ShapeDtypeStruct((batch, 1, program.model.vocab_size), jnp.float32)
     mask = None if draft.parents is None else jax.ShapeDtypeStruct((batch, nodes + 1, nodes + 1), jnp.bool)
     buffers: tuple[Buffer, ...] = (
         ("draft law", "law", draft.log_q, 1, ("draft", "verify")),
@@ -76,6 +78,7 @@ def trace(program: decode.Program, params: Weights, drafter_params: Weights, sta
         buffers += (
             (f"attention scores, {phase}", "scores", found.scores, 2, (phase,)),  # scores, and their softmax
             (f"features, {phase}", "features", found.features, 1, (phase,)),
+            (f"activations, {phase}", "activations", found.activations, 1, (phase,)),
         )
         if backend == "cpu":
             held = PHASES if found.repeated else (phase,)
@@ -93,18 +96,24 @@ def trace(program: decode.Program, params: Weights, drafter_params: Weights, sta
 
 
 def _products(
-    function: Callable[..., Any], arguments: tuple[Any, ...], weights: set[Any], vocab: int
+    function: Callable[..., Any], arguments: tuple[Any, ...], weights: set[Any], vocab: set[int]
 ) -> tuple[Products, Any]:
     jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    scores, features, converted, repeated, looked_up, count = [], [], [], [], [], 0
+    scores: list[Any] = []
+    features: list[Any] = []
+    activations: list[Any] = []
+    converted: list[Any] = []
+    repeated: list[Any] = []
+    looked_up: list[Any] = []
+    count = 0
     for equation, looped in _equations(jaxpr.jaxpr, False):
         operands = [variable.aval for variable in equation.invars]
         if equation.primitive.name == "dot_general":
             count += any(operand.ndim == 2 for operand in operands)
             if all(operand.ndim > 2 for operand in operands):
                 scores.append(equation.outvars[0].aval)
-            elif not any(operand.ndim == 2 and max(operand.shape) >= vocab for operand in operands):
-                features.append(equation.outvars[0].aval)
+            elif not any(operand.ndim == 2 and not vocab.isdisjoint(operand.shape) for operand in operands):
+                (features if operands[0].ndim == 2 else activations).append(equation.outvars[0].aval)
         elif equation.primitive.name == "gather" and (operands[0].shape, operands[0].dtype) in weights:
             looked_up.append(operands[0])
         elif equation.primitive.name == "convert_element_type" and (operands[0].shape, operands[0].dtype) in weights:
@@ -113,8 +122,16 @@ def _products(
                 repeated.append(equation.outvars[0].aval)
     total = sum(int(np.prod(leaf.shape)) for leaf in repeated)
     whole = jax.ShapeDtypeStruct((total,), converted[0].dtype) if repeated else None
-    found = (_biggest(scores), _biggest(features), _biggest(converted), whole, _biggest(looked_up), count)
-    return Products(*found), result
+    found = Products(
+        scores=_biggest(scores),
+        features=_biggest(features),
+        activations=_biggest(activations),
+        converted=_biggest(converted),
+        repeated=whole,
+        looked_up=_biggest(looked_up),
+        count=count,
+    )
+    return found, result
 
 
 def _widened(tree: Any) -> Any:

@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Array
@@ -40,16 +39,19 @@ class Entry:
     offset_bytes: int
 
 
-def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
-    """The decoder that a `config.json` describes, and all that it says.
+def read_config(path: Path) -> ModelConfig:
+    """The decoder that a `config.json` describes.
 
     Raises:
       DamagedFile: what is no JSON.
       ValueError: an entry that is missing or makes no sense, with its name.
     """
     description = read_json(path)
+    if quantization := description.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown")
+        raise ValueError(f"{path.parent} is quantised ({method}): take the unquantised checkpoint, or a GGUF file")
     try:
-        return from_huggingface(description), description
+        return from_huggingface(description)
     except KeyError as error:
         raise ValueError(f"{path} lacks {error.args[0]}: it describes no model that specjax has") from error
     except (TypeError, AttributeError, ZeroDivisionError) as error:
@@ -61,10 +63,7 @@ class HuggingFace:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        config, description = read_config(folder / "config.json")
-        if quantization := description.get("quantization_config"):
-            method = quantization.get("quant_method", "unknown")
-            raise ValueError(f"{folder} is quantised ({method}): take the unquantised checkpoint, or a GGUF file")
+        config = read_config(folder / "config.json")
         if (folder / "tokenizer.json").exists():  # rows of the embedding beyond the tokenizer's ids are padding
             size = min(config.vocab_size, self.tokenizer().vocab_size)
             config = dataclasses.replace(config, vocab_size=size, padded_vocab_size=config.vocab_size)

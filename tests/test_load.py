@@ -2,14 +2,18 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from fixtures_memory import preset  # noqa: F401
+from scipy import stats
 
-from specjax import cli, load
+from specjax import cli, load, testing
+from specjax.memory import rates
 from specjax.memory.acceptance import read_run
 from specjax.records import Record
+from specjax.testing import tiny_config
 from specjax.types import Counts
 
 WINDOW = 4
@@ -68,16 +72,59 @@ def test_bursts_are_runs_of_rejecting_rounds_and_cost_a_round_a_token():
     assert found["spike"] == pytest.approx(5)
     assert load.bursts([record([1, 1], tested=False)]) is None
     assert load.runs(np.asarray([True, False, True, True])) == [1, 2]
+    assert load.bursts([record([1, 5], decode_s=0.0)])["spike"] == 1
+
+
+def test_clustering_is_the_test_of_wald_and_wolfowitz():
+    flags = np.asarray([True] * 5 + [False] * 5)  # 2 runs; 6 expected, of variance 5 * 4 / 9
+    assert load.clustering([flags]) == pytest.approx(stats.norm.cdf((2 - 6 + 1) / np.sqrt(20 / 9)))
+    pooled = stats.norm.cdf((2 * (2 - 6) + 1) / np.sqrt(2 * 20 / 9))
+    one_kind = np.ones(9, bool)
+    assert load.clustering([flags, one_kind, flags, flags[:0]]) == pytest.approx(pooled)
+    assert load.clustering([one_kind]) == 1
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.7, 0.97])
+def test_independent_acceptances_are_no_bursts(alpha):
+    rng = np.random.default_rng(3)
+    seen = 0
+    for _ in range(200):
+        request = record(1 + (rng.random((100, WINDOW)) < alpha).cumprod(1).sum(1))
+        seen += load.fingerprints([request], {}, "")[1].seen
+    assert seen <= stats.binom.isf(1e-3, 200, load.LEVEL)
+
+
+def test_rejections_that_cluster_are_seen_with_their_p_value():
+    rng = np.random.default_rng(4)
+    rejects = np.repeat(rng.random(20) < 0.4, 5)  # as often as not, but five rounds at a time
+    found = load.fingerprints([record(np.where(rejects, 1, 5))], {}, "")[1]
+    assert found.seen is True
+    assert "p = " in found.text
+    mixed = load.fingerprints([record(np.where(rng.permutation(rejects), 1, 5))], {}, "")[1]
+    assert mixed.seen is False
+
+
+def test_a_round_that_drafted_nothing_is_no_rejection_and_parts_no_run():
+    drafts = record([1, 1, 1, 1, 1, 1, 5, 5, 5, 5, 5, 5])
+    tested = np.asarray([4, 0, 4, 4, 0, 4, 4, 4, 4, 4, 4, 4])
+    found = load.bursts([dataclasses.replace(drafts, counts=dataclasses.replace(drafts.counts, tested=tested))])
+    assert found["rejected_rounds"] == pytest.approx(4 / 10)
+    assert found["p_value"] == load.clustering([np.arange(10) < 4])
+    assert found["longest"] == 4
 
 
 def test_what_the_records_cannot_show_is_named():
-    prints = load.fingerprints([record([1, 1], tested=False)], {}, None)
+    prints = load.fingerprints([record([1, 1], tested=False)], {}, "nobody looked")
     assert [found.seen for found in prints] == [None] * 4
     assert all("not observable" in found.text for found in prints)
+    assert prints[2].text == "not observable: nobody looked"
+    row = {"offloaded_bytes": 10**9, "fetch_s": 0.5, "draft_s": 0.0, "verify_s": 0.0}
+    assert load.fingerprints([record([1, 1])], row, "")[3].seen is None
+    assert load.bursts([record([])]) is None
 
 
 def test_each_fingerprint_is_seen_where_it_is():
-    rounds = ([5, 5, 5, 1, 1], [5] * 10 + [1, 1])
+    rounds = ([5] * 5 + [1] * 5, [5] * 15 + [1] * 5)
     rows = [record(emitted, batch_rows=2, decode_s=0.5) for emitted in rounds]
     row = {"offloaded_bytes": 10**9, "fetch_s": 0.5, "draft_s": 0.1, "verify_s": 0.1}
     rates = {"bytes_per_s": 8e11, "flop_per_s": 1.6e12, "ridge": 200.0, "share": 0.8}
@@ -85,6 +132,8 @@ def test_each_fingerprint_is_seen_where_it_is():
     assert [found.seen for found in prints] == [True, True, True, True]
     busy = load.fingerprints(rows, row | {"fetch_s": 0.01}, rates | {"flop_per_s": 8e14})
     assert [found.seen for found in busy[2:]] == [False, False]
+    even = [record([5, 1] * n, batch_rows=2, decode_s=0.5) for n in (10, 8)]  # 18 of 20 slots decode, no run is long
+    assert [found.seen for found in load.fingerprints(even, {}, "")[:2]] == [False, False]
 
 
 @pytest.fixture
@@ -137,3 +186,118 @@ def test_the_load_command_prints_what_it_sees_and_refuses_what_is_no_run(run_fol
     (run_folder / "prompts.jsonl").write_text("{}\n")
     assert cli.main(["load", str(run_folder)]) == 2
     assert "line 1 is damaged" in capsys.readouterr().err
+
+
+def refused(run_folder, capsys):
+    """The one line with which the three commands that read a run refuse it."""
+    sizes = ["--target", "tiny", "--drafter", "ngram", "--context", "256"]
+    lines = set()
+    for words in (["load", str(run_folder)], *([name, *sizes, "--acceptance", str(run_folder)]
+                                               for name in ("memory", "plan"))):  # fmt: skip
+        assert cli.main(words) == 2
+        lines.add(capsys.readouterr().err)
+    [line] = lines
+    assert line.count("\n") == 1
+    return line
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda _: 5, "5 is no record"),
+        (lambda _: None, "None is no record"),
+        (lambda line: line | {"counts": line["counts"] | {"emitted": [10**12]}}, "out of bounds"),
+        (lambda line: line | {"counts": line["counts"] | {"emitted": [1, 2]}}, "counts of unequal length"),
+        (lambda line: line | {"counts": line["counts"] | {"accepted": [-4] * 30}}, "negative counts"),
+        (lambda line: line | {"counts": line["counts"] | {"emitted": [5] * 30}}, "counts of more tokens than it has"),
+        (lambda line: line | {"counts": line["counts"] | {"drafted": [65] * 30}}, "counts of more tokens than it has"),
+        (lambda line: line | {"counts": line["counts"] | {"drafted": [0] * 30}}, "counts that no round has"),
+        (lambda line: line | {"counts": line["counts"] | {"accepted": [0] * 30}}, "counts that no round has"),
+        (lambda line: line | {"decode_s": "1"}, "decode_s is '1'"),
+        (lambda line: line | {"decode_s": float("nan")}, "decode_s is nan"),
+        (lambda line: line | {"session": ["s"]}, "session is ['s']"),
+    ],
+)
+def test_a_damaged_record_is_named_and_no_figure_made_of_it(change, message, run_folder, capsys):
+    file = run_folder / "prompts.jsonl"
+    first, second, last = file.read_text().splitlines(keepends=True)
+    file.write_text(first + json.dumps(change(json.loads(second))) + "\n" + last)
+    line = refused(run_folder, capsys)
+    assert f"{file}, line 2 is damaged ({message}" in line or ("out of" in message and message in line)
+    assert "remove that line to redo it" in line
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (None, "rows is no list"),
+        ({"a": 1}, "rows is no list"),
+        (["x"], "rows is no list"),
+        ({"acceptance_length": "abc"}, "acceptance_length of ngram is 'abc'"),
+        ({"acceptance_length": float("nan")}, "acceptance_length of ngram is nan"),
+        ({"acceptance_length_interval": [1]}, "acceptance_length_interval of ngram is [1]"),
+        ({"per_position": [1.7, -3]}, "per_position of ngram is [1.7, -3]"),
+        ({"verify_s": float("inf")}, "verify_s of ngram is inf"),
+    ],
+)
+def test_a_damaged_summary_is_named_and_no_figure_made_of_it(rows, message, run_folder, capsys):
+    file = run_folder / "summary.json"
+    summary = json.loads(file.read_text())
+    wrong = isinstance(rows, dict) and "a" not in rows
+    summary["rows"] = [summary["rows"][0] | rows] if wrong else rows
+    file.write_text(json.dumps(summary))
+    line = refused(run_folder, capsys)
+    assert f"{file} is damaged ({message}" in line
+    assert "remove that file and repeat the run's command" in line
+
+
+def test_a_run_without_results_is_refused_and_half_a_line_is_not(run_folder, capsys):
+    with (run_folder / "prompts.jsonl").open("a") as file:
+        file.write('{"question')
+    assert cli.main(["load", str(run_folder)]) == 0
+    assert "none of 3 requests" in capsys.readouterr().out
+    file = run_folder / "summary.json"
+    summary = json.loads(file.read_text())
+    for rows in ([], [row | {"acceptance_length": None} for row in summary["rows"]]):
+        file.write_text(json.dumps(summary | {"rows": rows}))
+        assert f"{run_folder} holds no finished results: repeat" in refused(run_folder, capsys)
+
+
+TIMED = {"drafter": "ngram", "settings": "NGram(num_speculative_tokens=4)", "draft_s": 0.25, "verify_s": 0.75}
+
+
+def manifest_of(**config):
+    """Of a run of the small test model."""
+    target = {"config": dataclasses.asdict(tiny_config()) | config, "dtype": "float32"}
+    return {"target": target, "batch_size": 1, "device": {"platform": "cpu"}}
+
+
+def test_rates_are_of_the_drafter_as_it_ran():
+    once = rates.of_row(TIMED, manifest_of(), 64, None)
+    assert once["flop_per_s"] > 0
+    twice = rates.of_row(TIMED | {"draft_s": 1.0, "verify_s": 1.0}, manifest_of(), 64, None)
+    assert twice["bytes_per_s"] == pytest.approx(once["bytes_per_s"] / 2)
+    file = Path(testing.__file__)
+    trees = [
+        rates.of_row(
+            TIMED | {"drafter": f"{file}:Tree", "settings": f"Tree(parents={parents})"}, manifest_of(), 64, None
+        )
+        for parents in ((-1, 0), (-1, 0, 1, 2, 3, 4))
+    ]
+    assert trees[0]["flop_per_s"] < trees[1]["flop_per_s"]  # fields that are no text are read back, too
+
+
+@pytest.mark.parametrize(
+    ("row", "config", "reason"),
+    [
+        ({"draft_s": None}, {}, "the run did not time its rounds' halves"),
+        ({"draft_s": 0.0, "verify_s": 0.0}, {}, "the run says that its rounds took 0 s"),
+        ({"drafter": "./gone.py:Mine"}, {}, "no drafter file gone.py"),
+        ({"settings": None}, {}, "its settings None are not of the form"),
+        ({"settings": "NGram(7)"}, {}, "its settings NGram(7) are not of the form"),
+        ({"settings": "Mine(fn=<function f at 0x7f>)"}, {}, "its settings Mine(fn=<function f at 0x7f>) are not"),
+        ({}, {"unknown": 1}, "unexpected keyword argument 'unknown'"),
+    ],
+)
+def test_rates_that_cannot_be_known_say_why(row, config, reason):
+    assert reason in rates.of_row(TIMED | row, manifest_of(**config), 64, None)

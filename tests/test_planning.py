@@ -89,6 +89,31 @@ def test_a_counted_profile_gives_back_the_acceptance_length_and_the_shorter_wind
     assert Profile.conditional((0.5, 0.4), "").expected_tokens(2) == pytest.approx(1 + 0.5 + 0.2)
 
 
+def test_positions_that_were_drafted_and_never_accepted_are_measured():
+    emitted = [4, 1, 1, 2, 3, 1, 1, 4, 2, 1]  # K = 7, 2 tokens a round
+    profile = Profile.counted([counts(emitted, window=7)], "a run")
+    assert profile.survival == pytest.approx((0.5, 0.3, 0.2, 0, 0, 0, 0))
+    assert profile.expected_tokens(7) == pytest.approx(2)
+    assert profile.note(7) == ""
+    assert "beyond position 7, not measured" in profile.note(8)
+
+
+def test_rounds_that_drafted_less_or_were_cut_count_in_every_share():
+    whole = counts([4, 1, 1, 3])
+    cut = dataclasses.replace(whole, drafted=np.asarray([3, 0, 2, 4]), emitted=np.asarray([3, 1, 1, 3]))
+    profile = Profile.counted([cut], "a run")  # the first round's end stands among its three accepted drafts
+    assert profile.survival == (0.5, 0.5, 0.25, 0)
+    stopped = Counts(*(np.asarray(values) for values in ([4], [4], [0], [0], [0.0], [True])))  # values not finite
+    assert Profile.counted([cut, stopped], "a run") == profile
+    assert Profile.counted([], "a run").expected_tokens(4) == 1
+
+
+def test_a_rate_for_a_drafter_that_is_not_asked_for_is_named():
+    Acceptance.parse(["0.5", "ngram=0.5", "fp8:kv=own=0.9"]).check(["ngram:num_speculative_tokens=3", "fp8:kv=own"])
+    with pytest.raises(ValueError, match="acceptance of 'ngrm': no such drafter is asked for, only ngram, fp8"):
+        Acceptance.parse(["ngram=0.5", "ngrm=0.5"]).check(["ngram", "fp8"])
+
+
 def test_times_are_the_larger_of_bytes_and_operations_part_by_part():
     device = dataclasses.replace(hardware.find("h100"), bandwidth_bytes_per_s=1e9, bf16_flop_per_s=1e12)
     traffic = traffic_of(Strategy("tiny", "none", 8, 256, platform="gpu"), WHOLE)
@@ -245,6 +270,8 @@ def test_the_plan_prints_its_assumption_and_its_formula(capsys):
         (("--budget", "-1"), "budget of -1 GiB: must be more than 0"),
         (("--acceptance", "1.5"), "acceptance 1.5: must be a probability"),
         (("--acceptance", "ngram=lots"), "acceptance 'lots': give a probability"),
+        (("--acceptance", "x" * 300), "can't be read (File name too long): give the folder of a run"),
+        (("--acceptance", "x" * 300 + "=2"), "acceptance 2: must be a probability"),
         (("--acceptance", "runs/nowhere"), "runs/nowhere has no summary.json: give the folder of a run"),
         (("--batch", "3", "--mesh", "2", "--data", "2"), "batch=3: must be a multiple of data=2"),
     ],

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     found = {}
     for row in summary["rows"]:
         own = [record for record in records if record.drafter == row["drafter"]]
-        timed = min((record.capacity for record in records), default=summary["capacity"])
+        timed = min((record.capacity for record in records), default=summary.get("capacity", 0))
         achieved = rates.of_row(row, manifest, timed, device)
         found[row["drafter"]] = (load.trends(own), load.fingerprints(own, row, achieved))
     if args.json:

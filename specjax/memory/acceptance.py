@@ -11,6 +11,7 @@ E = (1 - alpha^(K + 1)) / (1 - alpha): Leviathan et al. 2023 (arXiv 2211.17192),
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from specjax.types import Counts
 
 @dataclass(frozen=True)
 class Profile:
-    """Acceptance by position. `survival[k - 1]` is S_k; beyond its end the last ratio goes on."""
+    """Acceptance by position. `survival[k - 1]` is S_k; beyond its end, never drafted, the last ratio goes on."""
 
     survival: tuple[float, ...]
     source: str  # as it is printed beside every figure that rests on it
@@ -45,11 +46,13 @@ class Profile:
 
     @classmethod
     def counted(cls, counts: Sequence[Counts], source: str) -> Profile:
-        """From raw counts; rounds that drafted nothing count, as they do in an acceptance length."""
-        emitted = np.concatenate([np.asarray(prompt.emitted, np.int64) for prompt in counts] or [np.zeros(0, np.int64)])
-        emitted = emitted[emitted > 0]
-        longest = int(emitted.max(initial=1)) - 1
-        return cls(tuple(float(np.mean(emitted > k)) for k in range(1, longest + 1)), source)
+        """From raw counts, as far as the longest draft; rounds that drafted less count, as in an acceptance length."""
+        drafted, accepted, emitted = (
+            np.concatenate([np.asarray(getattr(prompt, name)) for prompt in counts] or [np.zeros(0, np.int32)])
+            for name in ("drafted", "accepted", "emitted")
+        )
+        accepted = accepted[emitted > 0]
+        return cls(tuple(float(np.mean(accepted >= k)) for k in range(1, int(drafted.max(initial=0)) + 1)), source)
 
     def expected_tokens(self, window: int) -> float:
         """Tokens a round of `window` drafts emits on average, the further one included."""
@@ -90,7 +93,7 @@ def read_run(folder: Path) -> dict[str, Measured]:
     """Acceptance of every drafter of a run folder, by the name that the run gave it.
 
     Raises:
-      ValueError: no folder of a run that ended, or a damaged one.
+      ValueError: no folder of a run that ended, a damaged one, or one without an acceptance.
     """
     summary, manifest, records = records_of.read_run(folder)
     try:
@@ -100,7 +103,8 @@ def read_run(folder: Path) -> dict[str, Measured]:
             if row["acceptance_length"] is None:
                 continue
             source = f"measured on {target}, {row['rounds']} rounds, {folder}"
-            counts = [record.counts for record in records if record.drafter == row["drafter"]]
+            own = [record for record in records if record.drafter == row["drafter"]]
+            counts = [record.counts for record in own if record.finish != "not_finite"]
             profile = Profile.counted(counts, source) if counts else Profile.conditional(row["per_position"], source)
             interval = row["acceptance_length_interval"]
             found[row["drafter"]] = Measured(
@@ -117,21 +121,31 @@ class Acceptance:
 
     by_name: Mapping[str, Profile]
     default: Profile | None
+    stated: tuple[str, ...] = ()  # names that were written out, not those that a run has
 
     @classmethod
     def parse(cls, texts: Sequence[str], assumed: float | None = None) -> Acceptance:
         """From `0.7`, `fp8=0.95` and run folders, later ones first; `assumed` for what none of them names."""
         by_name: dict[str, Profile] = {}
+        stated: list[str] = []
         default = None if assumed is None else Profile.constant(assumed)
         for text in texts:
             name, equals, value = text.rpartition("=")
-            if equals and not Path(text).exists():
+            if equals and not os.path.exists(text):  # Path.exists raises for a name that is too long
                 by_name[name] = Profile.constant(_probability(value))
-            elif Path(text).is_dir() or not _is_number(text):
+                stated.append(name)
+            elif os.path.isdir(text) or not _is_number(text):
                 by_name |= {name: measured.profile for name, measured in read_run(Path(text)).items()}
             else:
                 default = Profile.constant(_probability(text))
-        return cls(by_name, default)
+        return cls(by_name, default, tuple(stated))
+
+    def check(self, specs: Sequence[str]) -> None:
+        """Refuse a rate for a drafter that is none of `specs`: it would change nothing, and not be missed."""
+        known = {name for spec in specs for name in (spec, spec.partition(":")[0])}
+        for name in self.stated:
+            if name not in known:
+                raise ValueError(f"acceptance of {name!r}: no such drafter is asked for, only {', '.join(specs)}")
 
     def of(self, spec: str) -> Profile | None:
         """The profile of a drafter by its full text, else by its name without settings."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,23 +22,25 @@ from specjax.model.config import RopeScaling
 
 def of_row(
     row: Mapping[str, Any], manifest: Mapping[str, Any], capacity: int, device: Device | None
-) -> dict[str, float] | None:
-    """Rates of one drafter's rounds; `None` where the run did not time them or the drafter can't be rebuilt.
+) -> dict[str, float] | str:
+    """Rates of one drafter's rounds, or why they can't be known.
 
     Args:
       capacity: slots of the batch that was timed: the smallest of the run.
       device: what it ran on, for the ridge (operations a byte) and the share of its bandwidth.
     """
     if row.get("draft_s") is None or row.get("verify_s") is None:
-        return None
+        return "the run did not time its rounds' halves"
+    seconds = row["draft_s"] + row["verify_s"]
+    if not seconds:
+        return "the run says that its rounds took 0 s"
     try:
         program, params, own = _rebuild(row, manifest)
         options: dict[str, Any] = {"batch": manifest["batch_size"], "capacity": capacity}
         state = state_shapes(program, params, own, cache_dtype=manifest["target"]["dtype"], **options)
         found = traffic(program, params, own, state, Layout(), manifest["device"]["platform"])
-    except (ValueError, KeyError, OSError, RuntimeError):
-        return None
-    seconds = row["draft_s"] + row["verify_s"]
+    except Exception as error:  # a drafter's file is its author's code, and may have changed or gone since
+        return f"its rounds can't be traced again: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     rates = {
         "bytes_per_s": sum(found.memory_bytes(phase) for phase in PHASES) / seconds,
         "flop_per_s": sum(found.flop(phase) for phase in PHASES) / seconds,
@@ -54,16 +57,19 @@ def _rebuild(row: Mapping[str, Any], manifest: Mapping[str, Any]) -> tuple[decod
         config["rope_scaling"] = RopeScaling(**config["rope_scaling"])
     model = Llama(ModelConfig(**config))
     name = row["drafter"] if ".py:" in row["drafter"] else row["drafter"].partition(":")[0]
-    fields = _fields(row["settings"]) if name != "none" else {}
-    drafter = drafters.load(name, fields)
+    drafter = dataclasses.replace(drafters.load(name), **_fields(str(row.get("settings"))))
     dtype = jnp.dtype(manifest["target"]["dtype"])
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), model.shapes())
     own = jax.eval_shape(lambda key, weights: drafter.params(key, model, weights), jax.random.key(0), params)
     return decode.Program(model, drafter), params, own
 
 
-def _fields(settings: str) -> dict[str, str]:
-    """Settings of a drafter as it prints itself: `NGram(num_speculative_tokens=7)`."""
-    call = ast.parse(settings, mode="eval").body
-    assert isinstance(call, ast.Call)
-    return {word.arg or "": str(ast.literal_eval(word.value)) for word in call.keywords}
+def _fields(settings: str) -> dict[str, Any]:
+    """Fields of a drafter as it prints itself: `NGram(num_speculative_tokens=7)`."""
+    try:
+        call = ast.parse(settings, mode="eval").body
+        if isinstance(call, ast.Call) and not call.args:
+            return {word.arg or "": ast.literal_eval(word.value) for word in call.keywords}
+    except (SyntaxError, ValueError):
+        pass
+    raise ValueError(f"its settings {settings} are not of the form Name(field=value) with values of plain Python")

@@ -179,7 +179,7 @@ def _import_file(path: Path) -> Any:
     sys.modules[name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise RuntimeError(f"drafter file {path} raised {type(error).__name__}: {error}") from error
     return module

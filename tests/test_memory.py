@@ -239,6 +239,20 @@ def leaves(strategy, *names):
     return [(path, leaf) for path, leaf in found if not names or any(getattr(key, "key", "") in names for key in path)]
 
 
+def test_what_is_added_a_sequence_does_not_depend_on_how_many_copies_of_the_model_share_the_rows(capsys):
+    found = []
+    for words in (("--batch", "1"), ("--mesh", "2", "--data", "2", "--batch", "2")):
+        assert cli.run(arguments(*SMALL, "--device", "h100", *words, "--json")) == 0
+        found.append(json.loads(capsys.readouterr().out)[1])
+    assert found[0]["added_per_sequence_bytes"] == found[1]["added_per_sequence_bytes"] > 0
+    assert found[0]["peak_bytes"] == max(found[0]["phases"].values())
+
+
+def test_a_vocabulary_smaller_than_the_model_is_told_from_its_features():
+    found = account(vocab_size=13, hidden_size=64, intermediate_size=96, batch=2)
+    assert found.bytes("features, verify") == 96 * 2 * 4  # gate and up: [features, rows, tokens]
+
+
 def test_unknown_is_not_zero():
     assert Compiled(1, 2, None, 4).total_bytes is None
     assert Compiled(10, 5, 3, 4).total_bytes == 14

@@ -50,8 +50,8 @@ class Surface:
         return {name: int(value) for name, value in result.items()}
 
 
-SMALLEST_CONTEXT = 1024
-"""Of those that are laid through: below, each context is traced."""
+SMALLEST_CONTEXT, SMALLEST_SHARE = 1024, 8
+"""Of those that are laid through, at most the eighth part of the longest: below, each context is traced."""
 FAR = 64
 """Batches are checked at so many times the smallest one."""
 
@@ -125,7 +125,7 @@ class Growth:
         longest = self.strategy.model.config.context_length
         windows = (min(self.windows), max(self.windows)) if self.windows else (self.window,) * 2
         batches = (self.layout.data, 2 * self.layout.data)
-        contexts = (max(min(SMALLEST_CONTEXT, longest // 2), windows[1] + 1), longest)
+        contexts = (max(min(SMALLEST_CONTEXT, longest // SMALLEST_SHARE), windows[1] + 1), longest)
         if contexts[0] >= longest:
             return None
         axes = [tuple(sorted(set(ends))) for ends in (batches, contexts, windows)]

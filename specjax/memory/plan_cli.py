@@ -94,14 +94,17 @@ def ask(args: argparse.Namespace) -> Question:
         raise ValueError(f"batch={batch}: must be a multiple of data={args.data}, so that rows can be split")
     most = device.limit_bytes / GiB
     if args.budget is not None and not 0 < args.budget <= most:
-        raise ValueError(f"budget of {args.budget:g} GiB: must be more than 0, and at most {device.name}'s {most:.2f}")
+        raise ValueError(f"budget of {args.budget:g} GiB: must be more than 0, at most {device.name}'s {most:.2f}")
     limit = device.limit_bytes if args.budget is None else int(args.budget * GiB)
+    drafters = tuple(args.drafters or ("ngram", "early-exit", "fp8"))
+    rates = acceptance.Acceptance.parse(args.acceptance, None if args.acceptance else ASSUMED)
+    rates.check(drafters)
     return Question(
         target=args.target,
-        drafters=tuple(args.drafters or ("ngram", "early-exit", "fp8")),
+        drafters=drafters,
         device=device,
         layout=layout,
-        acceptance=acceptance.Acceptance.parse(args.acceptance, None if args.acceptance else ASSUMED),
+        acceptance=rates,
         context=context,
         batch=batch,
         windows=tuple(range(low, high + 1)),

@@ -66,7 +66,15 @@ class Question:
         """Windows to try: those asked for, of a drafter that can have them, else its own."""
         if spec == PLAIN:
             return (0,)
-        return tuple(sorted({build(spec, window).num_speculative_tokens for window in self.windows}))
+        found, refused = set(), ValueError(f"drafter {spec} has no window")
+        for window in self.windows:
+            try:
+                found.add(build(spec, window).num_speculative_tokens)
+            except ValueError as error:
+                refused = error
+        if not found:
+            raise refused
+        return tuple(sorted(found))
 
 
 @dataclass(frozen=True)
@@ -154,10 +162,11 @@ def ways_out(question: Question, spec: str, window: int) -> list[str]:
     step = question.layout.data
     ways = []
     fewer = step * largest(lambda n: question.allows(spec, n * step, context, window), batch // step)
-    shorter = largest(lambda slots: question.allows(spec, batch, slots, window), context)
+    shortest = growth.nodes(window) + 1
+    shorter = largest(lambda slots: slots < shortest or question.allows(spec, batch, slots, window), context)
     if fewer:
         ways.append(f"batch: {fewer} instead of {batch}")
-    if shorter > window:
+    if shorter >= shortest:
         ways.append(f"context: {shorter} instead of {context}")
     weights = growth.account(step, context, window).phase_bytes("verify", "weights")
     for text, other in _precisions(question):

@@ -15,8 +15,8 @@ def parse_size(text: str) -> int:
       ValueError: anything else.
     """
     found = re.fullmatch(r"(\d+)([km]?)", text.strip().lower())
-    if not found or int(found[1]) < 1:
-        raise ValueError(f"{text!r}: give a number of at least 1, as 8192 or 8k")
+    if not found or not 1 <= int(found[1]) < 10**12:
+        raise ValueError(f"{text[:40]!r}: give a number of at least 1 and below 10^12, as 8192 or 8k")
     return int(found[1]) * _FACTORS[found[2]]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,14 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.kind not in ("linear", "llama3"):
             raise ValueError(f"rope scaling {self.kind!r} is not supported: specjax knows linear and llama3")
+        _check_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_context_length")
+
+
+def _check_positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{name}={value!r}: must be a number above zero")
 
 
 _SIZES = (
@@ -58,8 +67,11 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in _SIZES:
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: the size of a model must be a positive integer")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+                raise ValueError(f"{name}={value!r}: the size of a model must be a positive integer below 2^31")
+        _check_positive(
+            self, "rope_theta", "norm_eps", *(("sliding_window",) if self.sliding_window is not None else ())
+        )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim}: rotary embedding turns pairs, so it must be even")
         if self.num_heads % self.num_kv_heads:
@@ -113,7 +125,7 @@ def from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         context_length=config["max_position_embeddings"],
-        rope_theta=float(config.get("rope_theta") or rope.get("rope_theta", 10_000.0)),
+        rope_theta=config.get("rope_theta") or rope.get("rope_theta", 10_000.0),
         rope_scaling=None
         if kind == "default"
         else RopeScaling(

@@ -54,8 +54,8 @@ def read_config(path: Path) -> ModelConfig:
         return from_huggingface(description)
     except KeyError as error:
         raise ValueError(f"{path} lacks {error.args[0]}: it describes no model that specjax has") from error
-    except (TypeError, AttributeError, ZeroDivisionError) as error:
-        raise ValueError(f"{path} describes no model ({error}): fetch it again") from error
+    except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{path} describes no model that specjax has: {error}") from error
 
 
 class HuggingFace:

@@ -325,6 +325,29 @@ def test_a_description_without_enough_information_names_what_it_lacks(missing, t
     assert str(path) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rms_norm_eps": "x"}, "norm_eps='x': must be a number above zero"),
+        ({"rope_theta": float("inf")}, "rope_theta=inf: must be a number above zero"),
+        ({"vocab_size": True}, "vocab_size=True: the size of a model must be a positive integer"),
+        ({"hidden_size": 10**12}, "hidden_size=1000000000000: the size of a model"),
+        ({"model_type": "mistral", "sliding_window": -5}, "sliding_window=-5: must be a number above zero"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "4"}}, "factor='4': must be a number above zero"),
+        ({"model_type": "gpt2"}, "architecture 'gpt2' is not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "is quantised (gptq): take the unquantised checkpoint"),
+    ],
+)
+def test_a_description_that_makes_no_sense_is_refused_with_its_file_and_entry(changes, message, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_8B | changes))
+    assert main(["memory", "--target", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert str(path.parent) in said
+    assert said.count("\n") == 1
+
+
 def test_a_mesh_is_counted_a_device_and_in_all_and_what_speculation_takes_away_is_shown(capsys):
     large = ("--target", "llama-3.1-8b", "--drafter", "external:qwen3-0.6b", "--device", "h100", "--mesh", "4")
     with pytest.MonkeyPatch.context() as patch:

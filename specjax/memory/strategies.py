@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import cache as kv
 from specjax import decode
 from specjax import drafter as drafters
 from specjax.drafter import Drafter
@@ -109,8 +108,7 @@ def _shapes(target: str, spec: str, window: int, dtype: str, platform: str) -> t
 
 
 def _model(target: str, dtype: str, platform: str) -> Llama:
-    lanes = kv.LANES.get(platform, 1)
-    return Llama(dataclasses.replace(preset(target), quantized=dtype == FP8, cache_lanes=lanes))
+    return Llama.on(platform, dataclasses.replace(preset(target), quantized=dtype == FP8))
 
 
 def _base(dtype: str) -> str:

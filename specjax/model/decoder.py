@@ -183,6 +183,11 @@ class Llama:
 
     config: ModelConfig
 
+    @classmethod
+    def on(cls, platform: str, config: ModelConfig) -> Llama:
+        """The decoder, with a cache as that platform stores it (`specjax.cache.LANES`)."""
+        return cls(dataclasses.replace(config, cache_lanes=kv.LANES.get(platform, 1)))
+
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size

@@ -7,7 +7,6 @@ weights, host memory holds one tensor and one block.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from specjax import cache as kv
 from specjax.model import Llama, ModelConfig
 from specjax.model.decoder import FP8
 from specjax.text import Tokenizer
@@ -75,7 +73,7 @@ class Checkpoint:
     @property
     def model(self) -> Llama:
         """The decoder, with a cache as this backend stores it."""
-        return Llama(dataclasses.replace(self.config, cache_lanes=kv.LANES.get(jax.default_backend(), 1)))
+        return Llama.on(jax.default_backend(), self.config)
 
     @property
     def files(self) -> tuple[Path, ...]:

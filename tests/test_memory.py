@@ -112,6 +112,7 @@ def test_components_sum_to_the_peak_and_added_bytes_to_its_difference(spec):
     for phase in PHASES:
         assert found.phase_bytes(phase) == sum(part.bytes for part in found.components if phase in part.phases)
         assert found.phase_bytes(phase) == sum(found.phase_bytes(phase, group) for group in GROUPS)
+    assert min(part.bytes for part in found.components) >= 0
     assert found.needed_bytes == max(found.phase_bytes(phase) for phase in PHASES) >= found.peak_bytes
     plain = max(sum(part.bytes for part in found.baseline if phase in part.phases) for phase in PHASES)
     assert sum(found.added_bytes.values()) == found.needed_bytes - plain

@@ -306,15 +306,19 @@ def test_an_unknown_acceptance_is_never_assumed_in_silence():
 
 def test_crossings_are_the_first_sizes_at_which_something_is_so():
     found = growth("external", ())
-    limit = found.needed_bytes(1, 200)
+
+    def fresh(context):
+        return Strategy("tiny", "external", 1, context, platform="gpu").account()
+
+    limit = fresh(200).needed_bytes
     axis = sweep.Axis("context", 64, 512)
     curve = sweep.curve(found, axis, 1, 64, limit)
     assert curve.crossings["no longer fits"] == 201
     first = curve.crossings["drafter weights stop mattering"]
     weights = curve.drafter_weights_bytes
-    before, at = (sweep.beside_weights(found.account(1, size)) for size in (first - 1, first))
+    before, at = (sweep.beside_weights(fresh(size)) for size in (first - 1, first))
     assert before <= weights < at
-    assert curve.needed_bytes[-1] == Strategy("tiny", "external", 1, 512, platform="gpu").account().needed_bytes
+    assert curve.needed_bytes == tuple(fresh(size).needed_bytes for size in curve.sizes)
     assert sweep.curve(found, sweep.Axis("batch", 1, 2), 1, 16, 10**9).crossings["no longer fits"] is None
     halves = growth("external", (), sharding.layout(2, 2, data=2))
     limit = halves.needed_bytes(8, 64)

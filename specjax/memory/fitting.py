@@ -53,7 +53,7 @@ class Surface:
 SMALLEST_CONTEXT, SMALLEST_SHARE = 1024, 8
 """Of those that are laid through, at most the eighth part of the longest: below, each context is traced."""
 FAR = 64
-"""Batches are checked at so many times the smallest one."""
+"""What is laid through is checked by a trace at so many times the smallest batch, between the other sizes."""
 
 
 @dataclass(frozen=True)
@@ -128,23 +128,22 @@ class Growth:
         contexts = (max(min(SMALLEST_CONTEXT, longest // SMALLEST_SHARE), windows[1] + 1), longest)
         if contexts[0] >= longest:
             return None
-        axes = [tuple(sorted(set(ends))) for ends in (batches, contexts, windows)]
-        for axis in (1, 2):
-            if len(axes[axis]) > 1 and not self._lies_on(axes, axis, sum(axes[axis]) // 2):
-                axes[axis] = (axes[axis][0], sum(axes[axis]) // 2, axes[axis][1])
-        checks = [(0, FAR * self.layout.data)]
-        checks += [(axis, (axes[axis][0] + axes[axis][1]) // 2) for axis in (1, 2) if len(axes[axis]) == 3]
-        return tuple(axes) if all(self._lies_on(axes, axis, size) for axis, size in checks) else None
+        ends = (batches, contexts, windows)
+        for parts in ((0, 1), (0, 0.5, 1)):
+            shares = ((0, 1), parts, parts)
+            axes = tuple(
+                tuple(sorted({round(low + part * (high - low)) for part in share}))
+                for (low, high), share in zip(ends, shares, strict=True)
+            )
+            between = tuple(round(low + parts[1] / 2 * (high - low)) for low, high in (contexts, windows))
+            if self._agrees(axes, (FAR * self.layout.data, *between)):
+                return axes
+        return None
 
-    def _lies_on(self, axes: Sequence[tuple[int, ...]], axis: int, size: int) -> bool:
-        """Whether a trace at `size` of one axis, with the others at their ends, is what the axis says."""
-        ends = [nodes[-1] for nodes in axes]
-
-        def at(size: int) -> tuple[int, ...]:
-            return (*ends[:axis], size, *ends[axis + 1 :])
-
-        line = Surface((axes[axis],), {(node,): self._account_at(*at(node)) for node in axes[axis]})
-        return line.at(size) == self._account_at(*at(size))
+    def _agrees(self, axes: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> bool:
+        """Whether what is laid through the traces of `axes` is what a trace at other sizes finds."""
+        points = {nodes: self._account_at(*nodes) for nodes in itertools.product(*axes)}
+        return Surface(axes, points).at(*sizes) == self._account_at(*sizes)
 
     def _figures(self, measure: Callable[[int, int, int], Figures], batch: int, context: int, window: int) -> Figures:
         window = window or self.window

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specjax import metrics
-from specjax.records import Record
+from specjax.record import Record
 
 BASELINE = "none"
 

@@ -18,7 +18,8 @@ from specjax.cli import compare, options
 from specjax.cli.errors import Failure
 from specjax.cli.preparation import make_manifest, make_plan
 from specjax.engine import NotFiniteError
-from specjax.records import Record, RunFolder, RunFolderError
+from specjax.record import Record
+from specjax.records import RunFolder, RunFolderError
 from specjax.types import Counts
 
 NGRAM = "ngram:num_speculative_tokens=2"

@@ -12,7 +12,7 @@ from scipy import stats
 from specjax import cli, load, testing
 from specjax.memory import rates
 from specjax.memory.acceptance import read_run
-from specjax.records import Record
+from specjax.record import Record
 from specjax.testing import tiny_config
 from specjax.types import Counts
 

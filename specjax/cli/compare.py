@@ -21,7 +21,8 @@ from specjax.engine import Engine, NotFiniteError
 from specjax.memory import device
 from specjax.memory.compiler import read as read_compiled
 from specjax.memory.tiers import offloaded_account
-from specjax.records import Record, RunFolder, RunFolderError
+from specjax.record import Record
+from specjax.records import RunFolder, RunFolderError
 from specjax.summary import BASELINE, Measured, make_rows
 from specjax.types import Params
 

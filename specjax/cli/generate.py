@@ -22,7 +22,7 @@ from specjax.cli import options, table
 from specjax.cli.errors import Failure, refusing
 from specjax.cli.preparation import SMALLEST_CAPACITY
 from specjax.engine import Engine, Generation, NotFiniteError, capacity_for
-from specjax.records import Record
+from specjax.record import Record
 from specjax.summary import Measured, make_rows
 
 DRAFTER = "ngram"

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.table import Table
 
 from specjax.cli.errors import refusing
 from specjax.cli.progress import Progress
 from specjax.cli.table import make_console
-from specjax.memory import acceptance, hardware, pictures, sharding, sweep, worth
+from specjax.memory import acceptance, account_table, hardware, pictures, sharding, sweep, worth
 from specjax.memory.ahead import LIBTPU_ARGS, Ahead, check_installed, compile_ahead, compile_here
 from specjax.memory.fitting import Growth
-from specjax.memory.shapes import GROUPS, PHASES, Account
+from specjax.memory.shapes import PHASES, Account
 from specjax.memory.strategies import Strategy, preset
 
 
@@ -119,12 +118,12 @@ def _answer(args: argparse.Namespace) -> int:
     if axes:
         return _sweep(columns, axes, args)
     joined = worth.join([(column.strategy, column.account) for column in columns], run_) if run_ else []
+    facts = [column.summary() for column in columns]
     if args.json:
-        facts = [column.summary() for column in columns]
         print(json.dumps({"strategies": facts, "acceptance": joined} if joined else facts, indent=1))
     else:
         console = make_console()
-        console.print(table(columns))
+        console.print(account_table.table(facts, _title(columns[0]), columns[0].device))
         for column in columns:
             if column.ahead:
                 console.print(f"{column.strategy.drafter}: {column.ahead}")
@@ -200,74 +199,6 @@ def _compiled(columns: list[Column], args: argparse.Namespace) -> list[Column]:
             )
             progress.advance(1)
     return [replace(column, ahead=found[column.strategy.drafter]) for column in columns]
-
-
-def table(columns: list[Column]) -> Table:
-    """Components, phases and what is left, in GiB a device."""
-    first = columns[0]
-    shown = Table(
-        title=f"{_title(first)}: GiB on each device, from shapes",
-        caption="a component that no strategy has is left out; phases hold weights, KV and state too; usable: "
-        + first.device.limit_source,
-    )
-    shown.add_column("component")
-    for column in columns:
-        shown.add_column(column.strategy.drafter, justify="right")
-    facts = [column.summary() for column in columns]
-    names = dict.fromkeys(name for fact in facts for name, size in fact["components"].items() if size)
-    for name in names:
-        shown.add_row(name, *(_gib(fact["components"].get(name, 0)) for fact in facts))
-    shown.add_section()
-    for phase in PHASES:
-        shown.add_row(f"in all: {phase}", *(_gib(fact["phases"][phase]) for fact in facts))
-    shown.add_row("the most, in", *(fact["peak_phase"] for fact in facts))
-    if first.layout.devices > 1:
-        every = (_gib(fact["peak_bytes_all_devices"]) for fact in facts)
-        shown.add_row(f"the most, all {first.layout.devices} devices", *every)
-    shown.add_row(f"left of {_gib(first.device.limit_bytes)}", *(_left(fact["left_bytes"]) for fact in facts))
-    shown.add_section()
-    for group in GROUPS:
-        shown.add_row(f"added: {group}", *(_gib(fact["added_bytes"][group]) for fact in facts))
-    shown.add_row("added a sequence, MiB", *(f"{fact['added_per_sequence_bytes'] / 2**20:.1f}" for fact in facts))
-    shown.add_row("added a token, KiB", *(f"{fact['added_per_token_bytes'] / 2**10:.2f}" for fact in facts))
-    shown.add_section()
-    for name in ("largest batch", "longest context"):
-        sizes = [fact[name.replace(" ", "_")] for fact in facts]
-        shown.add_row(name, *map(str, sizes))
-        shown.add_row("  taken away from none's", *(_taken(size, sizes[0]) for size in sizes))
-    if first.ahead:
-        shown.add_section()
-        shown.add_row("the compiler says", *(_compiler(fact) for fact in facts))
-        shown.add_row("its difference", *(_difference(fact) for fact in facts))
-        if any(fact["device_peak_bytes"] for fact in facts):
-            shown.add_row("the device says", *(_known(fact["device_peak_bytes"]) for fact in facts))
-    return shown
-
-
-def _gib(size: int) -> str:
-    return f"{size / hardware.GiB:.3f}" if size else "0"
-
-
-def _taken(size: int, plain: int) -> str:
-    return f"{1 - size / plain:.1%}" if plain and size < plain else "-"
-
-
-def _known(size: int | None) -> str:
-    return _gib(size) if size else "unknown"
-
-
-def _left(size: int) -> str:
-    return _gib(size) if size >= 0 else f"{_gib(size)} does not fit"
-
-
-def _compiler(fact: dict[str, Any]) -> str:
-    if fact["compiler_bytes"] is None:
-        return "does not fit" if fact["compiler_refusal"] else "unknown"
-    return _gib(fact["compiler_bytes"])
-
-
-def _difference(fact: dict[str, Any]) -> str:
-    return "" if fact["compiler_bytes"] is None else f"{fact['compiler_bytes'] / max(fact['phases'].values()) - 1:+.2%}"
 
 
 if __name__ == "__main__":

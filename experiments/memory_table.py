@@ -20,7 +20,7 @@ from typing import Any
 
 from specjax.memory import hardware
 from specjax.memory.ahead import compile_ahead
-from specjax.memory.sharding import layout
+from specjax.memory.sharding import place
 from specjax.memory.strategies import Strategy
 
 HERE = Path(__file__).parent
@@ -66,9 +66,8 @@ def cells() -> Iterator[tuple[str, str, Strategy]]:
 
 def measure(name: str, mesh: str, strategy: Strategy) -> dict[str, Any]:
     """One row: bytes per device from shapes and from the compiler."""
-    device = hardware.find(name)
-    devices = hardware.chips(mesh) * device.devices_per_chip
-    account = strategy.account(layout(devices, strategy.model.config.num_kv_heads).size)
+    device, layout = place(name, mesh, 1, strategy.model.config)
+    account = strategy.account(layout.size)
     found = compile_ahead(strategy, device, mesh)
     peak, figures = account.peak_phase, found.figures
     row = {

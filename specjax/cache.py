@@ -28,6 +28,11 @@ padding, but computes on it padded, and holds both: a cache that is padded from 
 SlotTree = TypeVar("SlotTree")  # a tree of [B, _, T, _]: a cache, or the hidden states of tapped layers
 
 
+def padded(width: int, lanes: int) -> int:
+    """The next multiple of `lanes`."""
+    return -(-width // lanes) * lanes
+
+
 def init_cache(layers: int, batch: int, heads: int, slots: int, width: int, dtype: Any) -> Cache:
     """Zeros: an uninitialised NaN would leak through a masked product."""
     return tuple(

@@ -19,8 +19,8 @@ _ALLOCATION = re.compile(r"allocation \d+: size (\d+)(?:, color (\d+))?, (.*)")
 _VALUE = re.compile(r" value: <\d+ (\S+?)(?:\{[\d,]*\})? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
 _OPERATION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = .*?metadata=\{.*?op_name=\"([^\"]*)\"", re.MULTILINE)
 _NEXT = "-buffer-assignment-values.txt"
-ROUNDS = ("jit_step", "jit_run")
-ROUND = re.compile(r".*jit\((?:step|run)\)/(?:while/body/)?")
+LOOP = "jit_run"
+ROUND = re.compile(r".*jit\(run\)/(?:while/body/)?")
 """What stands before the name of an operation of the round."""
 _NUMBER = re.compile(r"(?:\.(?:clone|\d+))+$")
 TABLE_BYTES = 2**14
@@ -54,7 +54,7 @@ def read_dump(folder: str) -> Assignment | None:
     assignment is complete. Compilers make code only then.
     """
     for following in Path(folder).rglob(f"*{_NEXT}"):
-        if any(name in following.name for name in ROUNDS):
+        if LOOP in following.name:
             stem = str(following).removesuffix(_NEXT)
             return parse(Path(stem + "-buffer-assignment.txt").read_text(), Path(stem + ".txt").read_text())
     return None

@@ -35,6 +35,11 @@ class Surface:
     axes: tuple[tuple[int, ...], ...]
     points: Mapping[tuple[int, ...], Figures]
 
+    @classmethod
+    def through(cls, axes: tuple[tuple[int, ...], ...], measure: Callable[..., Figures]) -> Surface:
+        """The one through what is measured at every point of a grid."""
+        return cls(axes, {sizes: measure(*sizes) for sizes in itertools.product(*axes)})
+
     def at(self, *sizes: int) -> dict[Any, int]:
         """The figures at other sizes, one an axis."""
         bases = [_basis(axis, size) for axis, size in zip(self.axes, sizes, strict=True)]
@@ -142,22 +147,20 @@ class Growth:
 
     def _agrees(self, axes: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> bool:
         """Whether what is laid through the traces of `axes` is what a trace at other sizes finds."""
-        points = {nodes: self._account_at(*nodes) for nodes in itertools.product(*axes)}
-        return Surface(axes, points).at(*sizes) == self._account_at(*sizes)
+        return Surface.through(axes, self._account_at).at(*sizes) == self._account_at(*sizes)
 
     def _figures(self, measure: Callable[[int, int, int], Figures], batch: int, context: int, window: int) -> Figures:
         window = window or self.window
         if self.axes is None:
             return measure(batch, context, window)
         if context < self.axes[1][0]:
-            nodes = self.axes[0]
-            return Surface((nodes,), {(node,): measure(node, context, window) for node in nodes}).at(batch)
+            return Surface.through((self.axes[0], (context,), (window,)), measure).at(batch, context, window)
         return self._surface(measure).at(batch, context, window)
 
     @functools.cache  # noqa: B019
     def _surface(self, measure: Callable[[int, int, int], Figures]) -> Surface:
         assert self.axes is not None
-        return Surface(self.axes, {sizes: measure(*sizes) for sizes in itertools.product(*self.axes)})
+        return Surface.through(self.axes, measure)
 
     @functools.cache  # noqa: B019
     def _account_at(self, batch: int, context: int, window: int) -> Figures:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from specjax import decode, sampling
 from specjax.engine import MAX_END_IDS
-from specjax.types import Counts, Target
+from specjax.types import Counts, Model, Target
 
 Weights = Any
 """A tree of arrays, or of the `jax.ShapeDtypeStruct`s that stand for them."""
@@ -54,6 +54,12 @@ def tracing(program: decode.Program) -> Iterator[None]:
     except Exception as error:
         name = type(program.drafter).__name__
         raise RuntimeError(f"drafter {name} can't be traced: {type(error).__name__}: {error}") from error
+
+
+def vocabulary_sizes(model: Model) -> frozenset[int]:
+    """Sizes of the vocabulary's side of a matrix: real ids, and rows where a checkpoint pads them."""
+    size = model.vocab_size
+    return frozenset({size, getattr(getattr(model, "config", None), "padded_vocab_size", size)})
 
 
 def structs(tree: Any) -> Any:

@@ -25,7 +25,7 @@ import numpy as np
 from specjax import decode
 from specjax.memory.shapes import is_cache, nbytes
 from specjax.memory.sharding import Layout
-from specjax.memory.state import Weights
+from specjax.memory.state import Weights, vocabulary_sizes
 from specjax.memory.walk import Origin, Walk, size_of
 
 PHASES = ("draft", "verify")
@@ -80,8 +80,7 @@ def traffic(
     weights = _labels(layout, "target weights", "weights", params)
     own = _labels(layout, "drafter weights", "weights", drafter_params)
     carried = [label for field in dataclasses.fields(state) for label in _held(layout, field.name, state)]
-    heads = frozenset({vocab, getattr(getattr(program.model, "config", None), "padded_vocab_size", vocab)})
-    drafting = Walk("draft", layout, vocab, heads, loops, backend, tally)
+    drafting = Walk("draft", layout, vocab, vocabulary_sizes(program.model), loops, backend, tally)
     propose = functools.partial(decode.propose, program)
     jaxpr, draft = jax.make_jaxpr(propose, return_shape=True)(params, drafter_params, state)
     drafting.run(jaxpr.jaxpr, [*weights, *own, *carried], 1)

@@ -20,7 +20,7 @@ from jax.extend import core
 from specjax import cache as kv
 from specjax import decode
 from specjax.memory.assignment import TABLE_BYTES
-from specjax.memory.state import Weights
+from specjax.memory.state import Weights, vocabulary_sizes
 
 PHASES = ("draft", "verify", "commit")
 
@@ -58,8 +58,7 @@ class Round:
 def trace(program: decode.Program, params: Weights, drafter_params: Weights, state: Any, backend: str) -> Round:
     """Trace a round's two halves."""
     weights = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((params, drafter_params)) if leaf.ndim == 2}
-    config = getattr(program.model, "config", None)
-    vocab = {program.model.vocab_size, getattr(config, "padded_vocab_size", program.model.vocab_size)}
+    vocab = vocabulary_sizes(program.model)
     propose = functools.partial(decode.propose, program)
     drafting, draft = _products(propose, (params, drafter_params, state), weights, vocab)
     verifying, _ = _products(functools.partial(decode.settle, program), (params, state, draft), weights, vocab)
@@ -96,7 +95,7 @@ def trace(program: decode.Program, params: Weights, drafter_params: Weights, sta
 
 
 def _products(
-    function: Callable[..., Any], arguments: tuple[Any, ...], weights: set[Any], vocab: set[int]
+    function: Callable[..., Any], arguments: tuple[Any, ...], weights: set[Any], vocab: frozenset[int]
 ) -> tuple[Products, Any]:
     jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
     scores: list[Any] = []
@@ -143,8 +142,8 @@ def _widened(tree: Any) -> Any:
 def _padded(matrix: Any) -> Any:
     """A TPU stores a matrix of odd width by columns, without padding, and takes rows from a padded copy by rows."""
     rows, width = matrix.shape
-    lanes = kv.LANES["tpu"]
-    return jax.ShapeDtypeStruct((rows, -(-width // lanes) * lanes), matrix.dtype) if width % lanes else None
+    padded = kv.padded(width, kv.LANES["tpu"])
+    return jax.ShapeDtypeStruct((rows, padded), matrix.dtype) if padded > width else None
 
 
 def _biggest(arrays: list[Any]) -> Any:

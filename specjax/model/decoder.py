@@ -216,8 +216,7 @@ class Llama:
 
     def init_cache(self, batch: int, slots: int, dtype: Any) -> Cache:
         c = self.config
-        width = -(-c.head_dim // c.cache_lanes) * c.cache_lanes
-        return kv.init_cache(c.num_layers, batch, c.num_kv_heads, slots, width, dtype)
+        return kv.init_cache(c.num_layers, batch, c.num_kv_heads, slots, kv.padded(c.head_dim, c.cache_lanes), dtype)
 
     def forward(
         self,

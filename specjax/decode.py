@@ -13,7 +13,6 @@ drafter and rule are static. A finished row is frozen while others go on.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,13 +57,12 @@ class Program:
     model: Model
     drafter: Drafter
     rule: verify.Rule = field(default_factory=verify.Token)
-    verifier: Callable[..., tuple[Verdict, Int[Array, "B"]]] = verify.verify  # for rules that see the whole window
     offload: bool = False  # the drafter's weights lie in host memory (`specjax.offload`)
 
     @property
     def exact(self) -> bool:
-        """Whether the target's law is kept: a proven rule, run by the verifier that it was proven for."""
-        return self.verifier is verify.verify and verify.is_exact(self.rule)
+        """Whether the rule is proven to keep the target's probabilities."""
+        return verify.is_exact(self.rule)
 
 
 def prefill(
@@ -202,7 +200,7 @@ def settle(program: Program, params: Params, state: State, draft: Draft) -> Stat
     out = model.forward(params, window, draft.cache, start, depth=depth, mask=mask, taps=program.drafter.hidden_layers)
     logits = model.logits(params, out.hidden)
     keys = sampling.fold(state.keys, state.round)
-    verdict, extra = program.verifier(program.rule, keys, sampling.log_probs(logits, state.sampling), draft, live)
+    verdict = program.rule.verify(keys, sampling.log_probs(logits, state.sampling), draft, live)
 
     hidden = tuple(kv.write(slots, tap[:, None], start) for slots, tap in zip(state.hidden, out.taps, strict=True))
     cache = out.cache
@@ -214,7 +212,7 @@ def settle(program: Program, params: Params, state: State, draft: Draft) -> Stat
     visited = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), verdict.path + 1], 1)
     used = jnp.concatenate([jnp.ones((batch, 1), bool), verdict.path >= 0], 1)
     bad = jnp.any(jnp.take_along_axis(_not_finite(logits), visited, 1) & used, 1) & ~state.done
-    return _commit(state, draft, verdict, extra, live, cut, bad)
+    return _commit(state, draft, verdict, live, cut, bad)
 
 
 def decode_round(program: Program, params: Params, drafter_params: Params, state: State) -> State:
@@ -280,7 +278,6 @@ def _commit(
     state: State,
     draft: Draft,
     verdict: Verdict,
-    extra: Int[Array, "B"],
     live: Bool[Array, "B N"],
     cut: Bool[Array, "B"],
     bad: Bool[Array, "B"],
@@ -290,7 +287,7 @@ def _commit(
     path = jnp.pad(verdict.path, ((0, 0), (0, 1)))
     drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))  # one column more, so that an empty draft can be indexed
     taken = jnp.take_along_axis(drafted, jnp.maximum(path, 0), 1)
-    new = jnp.where(steps == verdict.accepted[:, None], extra[:, None], taken)
+    new = jnp.where(steps == verdict.accepted[:, None], verdict.bonus[:, None], taken)
     ends = jnp.any(new[:, :, None] == state.end_ids[None, None], -1) & (steps <= verdict.accepted[:, None])
     ended = jnp.any(ends, -1)
     emitted = jnp.where(ended, jnp.argmax(ends, -1).astype(jnp.int32), verdict.accepted) + 1

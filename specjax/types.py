@@ -122,9 +122,10 @@ class Verdict:
 
     path: Int[Array, "B K"]  # accepted nodes, root to leaf; -1 beyond `accepted`
     accepted: Int[Array, "B"]
-    law: Float[Array, "B V"]  # of the one further token: the residual after a rejection, p otherwise
+    probs: Float[Array, "B V"]  # of the bonus token: the residual after a rejection, p otherwise
     tested: Int[Array, "B"]  # nodes that were put to the test
-    overlap: Float[Array, "B"]  # sum over the tested nodes of sum_x min(p, q)
+    overlap: Float[Array, "B"]  # sum over the tested nodes of sum_x min(p, q): as many as are accepted, on average
+    bonus: Int[Array, "B"]  # that token, drawn
 
 
 @jax.tree_util.register_dataclass

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from specjax.exactness.block import block
 
 from specjax.exactness import gate
-from specjax.exactness.block import block
 from specjax.exactness.subjects import dirichlet_laws
 from specjax.types import Draft
 

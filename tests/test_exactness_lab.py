@@ -1,6 +1,5 @@
 """The lab itself: verdicts, errors, error rates, rules by name, and targets that can't be enumerated."""
 
-import argparse
 import json
 from dataclasses import dataclass, replace
 
@@ -10,7 +9,7 @@ import pytest
 from scipy.stats import binom
 from specjax.experiments import calibration, calibration_tables, error_rates
 
-from specjax import decode, testing, verify
+from specjax import cli, decode, plugins, testing, verify
 from specjax.exactness import (
     EProcess,
     NotEnumerableError,
@@ -18,16 +17,15 @@ from specjax.exactness import (
     assert_exact,
     check,
     check_large,
-    cli,
     compatibility,
     identity,
     lab,
     large,
-    mutants,
     oracle,
     statistics,
 )
-from specjax.exactness.faulty_rules import AlwaysAccept, NotStrict, RedrawFromP, SmallEpsilonInRatio
+from specjax.exactness.mutants import VERIFY_MUTANTS
+from specjax.exactness.mutants.rules import AlwaysAccept, NotStrict, RedrawFromP, SmallEpsilonInRatio
 from specjax.exactness.subjects import instances, llama_subject
 
 PLAIN = (Setting(1.0),)
@@ -111,6 +109,7 @@ def test_only_the_program_s_own_rules_count_as_proven():
 
     assert verify.is_exact(verify.Token())
     assert verify.is_exact(verify.Match())
+    assert verify.is_exact(verify.Block())
     assert not any(verify.is_exact(rule) for rule in (Mine(), verify.Typical(), verify.Lenient(1.0)))
     assert compatibility.is_approximate(verify.Lenient(1.0))
 
@@ -120,7 +119,7 @@ def test_the_gate_rejects_what_no_affordable_sample_shows(rule):
     assert any(result.adjusted == 0 for result in identity.check_rule(rule)[1])
 
 
-@pytest.mark.parametrize("rule", [verify.Token(), verify.Match()])
+@pytest.mark.parametrize("rule", [verify.Token(), verify.Match(), verify.Block()], ids=str)
 def test_the_gate_accepts_the_exact_rules(rule):
     differences, results = identity.check_rule(rule)
     assert differences["float64"] < 1e-12
@@ -139,17 +138,15 @@ def test_bad_input_is_refused_with_the_fix():
         check(RIGHT, target="smollm2-135m")
     with pytest.raises(NotEnumerableError, match="check_large"):
         oracle.check_enumerable(49152, 3)
-    with pytest.raises(ValueError, match="one of token, match, typical, lenient"):
-        cli.load_rule("exactly")
+    with pytest.raises(ValueError, match="one of token, match, block, typical, lenient"):
+        plugins.load_rule("exactly")
 
 
 def test_the_command_line_prints_the_verdict_and_returns_it(capsys, report):
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
-    args = parser.parse_args(["--drafter", "none", "--target", "llama", "--temperature", "0", "--samples", "4096"])
-    assert cli.run(args) == 0
+    options = ["--drafter", "none", "--target", "llama", "--temperature", "0", "--samples", "4096"]
+    assert cli.main(["exactness", *options]) == 0
     assert "PASS" in capsys.readouterr().out
-    assert cli.run(parser.parse_args(["--drafter", "none", "--rule", "nothing"])) == 2
+    assert cli.main(["exactness", "--drafter", "none", "--rule", "nothing"]) == 2
     assert "must be one of" in capsys.readouterr().err
 
 
@@ -253,7 +250,7 @@ def test_the_transform_rejects_faults_of_acceptance_of_the_residual_and_of_the_d
 
 
 def test_every_mutant_has_a_name_and_a_line():
-    found = mutants.VERIFY_MUTANTS
+    found = VERIFY_MUTANTS
     assert len({mutant.name for mutant in found}) == len(found) == 36
     assert all(mutant.fault for mutant in found)
 

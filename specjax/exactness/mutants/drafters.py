@@ -169,7 +169,7 @@ def late_end(program: decode.Program, params: Any, drafter_params: Any, state: d
     return jax.lax.while_loop(lambda state: ~jnp.all(state.done), body, state)
 
 
-def extra_counted(program: decode.Program, params: Any, drafter_params: Any, state: decode.State) -> decode.State:
-    """The further token is counted as an accepted draft."""
+def bonus_counted(program: decode.Program, params: Any, drafter_params: Any, state: decode.State) -> decode.State:
+    """The bonus token is counted as an accepted draft."""
     state = decode.run(program, params, drafter_params, state)
     return replace(state, counts=replace(state.counts, accepted=state.counts.emitted))

@@ -9,7 +9,7 @@ from specjax.drafter import _import_file, _parse_fields
 
 
 def load_rule(spec: str) -> verify.Rule:
-    """A rule by name (`block`), from a file (`./mine.py:Mine`), with fields where it has some (`lenient:lenience=0.95`).
+    """A rule by name (`block`) or from a file (`./mine.py:Mine`), and its fields (`lenient:lenience=0.95`).
 
     A file that defines one rule needs no class name.
 

@@ -14,7 +14,7 @@ from specjax.types import Draft, Keys, Verdict
 
 @runtime_checkable
 class Rule(Protocol):
-    """Which drafted tokens the target accepts, and the bonus token: a frozen dataclass, so that it is static under `jit`.
+    """Which drafted tokens the target accepts, and the bonus token. A frozen dataclass: it is static under `jit`.
 
     Whether a rule keeps the target's probabilities is not its own to say: see `specjax.verify.EXACT`.
     """
@@ -31,7 +31,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class DecisionRule:
-    """A rule whose every decision follows from one uniform a node, and whose bonus token is one draw: override `decide`.
+    """A rule that needs one uniform a node, and one draw for the bonus token: override `decide`.
 
     The exactness lab computes what such a rule emits instead of sampling it: it hands in the uniforms.
     """
@@ -39,7 +39,7 @@ class DecisionRule:
     def decide(
         self, log_p: Float[Array, "B M V"], draft: Draft, live: Bool[Array, "B N"], u: Float[Array, "B N"]
     ) -> Verdict:
-        """All but the bonus token (-1), given the randomness: uniforms in [0, 1), each with a threshold below which it accepts."""
+        """All but the bonus token (-1 here), given uniforms in [0, 1): below some threshold each one accepts."""
         raise NotImplementedError
 
     def verify(self, keys: Keys, log_p: Float[Array, "B M V"], draft: Draft, live: Bool[Array, "B N"]) -> Verdict:

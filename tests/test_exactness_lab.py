@@ -25,7 +25,9 @@ from specjax.exactness import (
     statistics,
 )
 from specjax.exactness.mutants import VERIFY_MUTANTS
+from specjax.exactness.mutants.blocks import BlockTokenResidual, BlockWithBreak
 from specjax.exactness.mutants.rules import AlwaysAccept, NotStrict, RedrawFromP, SmallEpsilonInRatio
+from specjax.exactness.mutants.verifiers import BonusFromDraft, RowZeroUniform, SharedUniform
 from specjax.exactness.subjects import instances, llama_subject
 
 PLAIN = (Setting(1.0),)
@@ -114,7 +116,18 @@ def test_only_the_program_s_own_rules_count_as_proven():
     assert compatibility.is_approximate(verify.Lenient(1.0))
 
 
-@pytest.mark.parametrize("rule", [NotStrict(), SmallEpsilonInRatio(), verify.Lenient(0.99)])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        NotStrict(),
+        SmallEpsilonInRatio(),
+        verify.Lenient(0.99),
+        BonusFromDraft(),
+        BlockWithBreak(),
+        BlockTokenResidual(),
+    ],
+    ids=str,
+)
 def test_the_gate_rejects_what_no_affordable_sample_shows(rule):
     assert any(result.adjusted == 0 for result in identity.check_rule(rule)[1])
 
@@ -125,6 +138,73 @@ def test_the_gate_accepts_the_exact_rules(rule):
     assert differences["float64"] < 1e-12
     assert differences["float32"] < 1e-6
     assert all(result.adjusted == 1 for result in results)
+
+
+@pytest.mark.parametrize("rule", [SharedUniform(), RowZeroUniform()], ids=str)
+def test_the_gate_does_not_speak_for_a_rule_whose_randomness_is_its_own(rule):
+    assert identity.check_rule(rule) == ({}, ())
+
+
+RULES = '''
+from dataclasses import dataclass, replace
+import jax.numpy as jnp
+from specjax import sampling
+from specjax.verify import EXACT, Token
+
+@dataclass(frozen=True)
+class Mine(Token):
+    """accepts as token does, and claims to be exact"""
+    exact: bool = True
+
+@dataclass(frozen=True)
+class Plain:
+    """accepts nothing"""
+    biased: bool = False
+
+    def verify(self, keys, log_p, draft, live):
+        verdict = Token().decide(log_p, draft, jnp.zeros_like(live), jnp.zeros(live.shape))
+        sharper = jnp.log(verdict.probs) * (1.3 if self.biased else 1.0)
+        return replace(verdict, bonus=sampling.draw(sampling.fold(keys, sampling.EXTRA), sharper))
+'''
+
+
+def test_a_rule_of_ones_own_is_tested_and_never_called_proven(tmp_path):
+    path = tmp_path / "rules.py"
+    path.write_text(RULES)
+    mine = assert_exact(RIGHT, rule=plugins.load_rule(f"{path}:Mine"), **QUICK)
+    assert (mine.passed, mine.proven) == (True, False)
+    assert mine.gate["float64"] < 1e-12
+    plain = check(RIGHT, rule=plugins.load_rule(f"{path}:Plain"), **QUICK)
+    assert (plain.passed, plain.proven, plain.gate) == (True, False, {})
+    assert "enumeration not applicable" in str(plain)
+    assert check(RIGHT, rule=plugins.load_rule(f"{path}:Plain:biased=true"), **QUICK).verdict == "FAIL"
+    with pytest.raises(ValueError, match="has Mine, Plain: name one of them"):
+        plugins.load_rule(str(path))
+
+
+def test_rules_are_named_with_their_fields():
+    assert plugins.load_rule("lenient:lenience=0.95") == verify.Lenient(0.95)
+    assert plugins.load_rule("typical:epsilon=0.2,delta=0.1") == verify.Typical(0.2, 0.1)
+    assert [plugins.load_rule(name) for name in verify.RULES] == [kind() for kind in verify.RULES.values()]
+    with pytest.raises(ValueError, match=r"lenience=2\.0: must be in"):
+        plugins.load_rule("lenient:lenience=2")
+    with pytest.raises(ValueError, match="no field 'lenience'"):
+        plugins.load_rule("token:lenience=0.9")
+
+
+@dataclass(frozen=True)
+class Scalar(verify.Token):
+    """Its bonus is one for all rows."""
+
+    def verify(self, keys, log_p, draft, live):
+        verdict = super().verify(keys, log_p, draft, live)
+        return replace(verdict, bonus=verdict.bonus[0])
+
+
+@pytest.mark.parametrize(("rule", "message"), [(object(), "lacks verify"), (Scalar(), "verdict's bonus is")], ids=str)
+def test_a_rule_that_breaks_the_interface_is_refused_by_name(rule, message):
+    with pytest.raises(ValueError, match=message):
+        check(RIGHT, rule=rule, **QUICK)
 
 
 def test_bad_input_is_refused_with_the_fix():

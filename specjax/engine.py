@@ -19,7 +19,7 @@ from specjax import decode, sampling, verify
 from specjax import offload as offloading
 from specjax.drafter import Drafter
 from specjax.text import Tokenizer
-from specjax.types import Counts, Model, Params, Sampling
+from specjax.types import Counts, Model, Params, Prompts, Sampling
 
 MAX_END_IDS = 8
 SMALLEST_CAPACITY = 128
@@ -77,9 +77,10 @@ class Engine:
         self.params = params
         if drafter_params is None:
             drafter_params = drafter.params(jax.random.key(drafter_seed), model, params)
-        self.drafter_params = offloading.to_host(drafter_params) if offload else drafter_params
-        moved = bool(offload and jax.tree.leaves(drafter_params))
-        self.program = decode.Program(model, drafter, rule or verify.Token(), offload=moved)
+        if offload and jax.tree.leaves(drafter_params):
+            drafter, drafter_params = offloading.Offloaded(inner=drafter), offloading.to_host(drafter_params)
+        self.drafter_params = drafter_params
+        self.program = decode.Program(model, drafter, rule or verify.Token())
         self.cache_dtype = jnp.dtype(cache_dtype or jax.tree.leaves(params)[0].dtype)
 
     def start(
@@ -125,17 +126,16 @@ class Engine:
         length = np.asarray([len(prompt) for prompt in prompts], np.int32)
         ends = np.full((MAX_END_IDS,), -1, np.int32)
         ends[: len(end_ids)] = list(end_ids)
+        batch = Prompts(
+            tokens=jnp.asarray(tokens),
+            length=jnp.asarray(length),
+            limit=jnp.asarray(length + np.int32(max_new_tokens)),
+            keys=sampling.row_keys(seed, range(len(prompts)) if rows is None else rows),
+            end_ids=jnp.asarray(ends),
+            sampling=sampler or sampling.make_sampling(len(prompts)),
+        )
         return decode.start(
-            self.program,
-            self.params,
-            self.drafter_params,
-            jnp.asarray(tokens),
-            jnp.asarray(length),
-            jnp.asarray(length + np.int32(max_new_tokens)),
-            sampling.row_keys(seed, range(len(prompts)) if rows is None else rows),
-            jnp.asarray(ends),
-            sampler or sampling.make_sampling(len(prompts)),
-            cache_dtype=self.cache_dtype,
+            self.program, self.params, self.drafter_params, batch, self.cache_dtype, longest=int(length.max())
         )
 
     def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Generation]:

@@ -12,7 +12,7 @@ from specjax import decode, metrics, sampling, testing
 from specjax.exactness import gate, identity
 from specjax.exactness.mutants.blocks import Hierarchical, LastRatioUncapped
 from specjax.exactness.subjects import dirichlet_laws, table_subject
-from specjax.types import Counts, Draft
+from specjax.types import Cache, Counts, Draft, Prompts
 from specjax.verify import Block, Lenient, Match, NotAChainError, Token, Typical, is_exact
 
 SIZES = [(2, 1, 0), (2, 3, 1), (3, 2, 5), (4, 2, 5), (3, 3, 7)]
@@ -67,7 +67,7 @@ def drafts(target, draft, length, rows, seed=0):
     tokens = paths[generator.choice(len(paths), rows, p=chance / chance.sum())].astype(np.int32)
     laws = lambda table, depth: np.log([[table[tuple(map(int, row[:i]))] for i in range(depth)] for row in tokens])  # noqa: E731
     log_p, log_q = (jnp.asarray(laws(*part), jnp.float32) for part in ((target, length + 1), (draft, length)))
-    return log_p, Draft(jnp.asarray(tokens), log_q, jnp.full((rows,), length, jnp.int32), (), ())
+    return log_p, Draft(jnp.asarray(tokens), log_q, Cache(()), ())
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +113,12 @@ def test_a_chain_ends_at_its_first_dead_node(window):
     _, _, log_p, draft = window
     log_p, tokens, log_q = log_p[:512], draft.tokens[:512], draft.log_q[:512]
     u = jnp.asarray(np.random.default_rng(2).random((512, 3)), jnp.float32)
-    short = Draft(tokens[:, :1], log_q[:, :1], draft.count[:512], (), ())
+    short = Draft(tokens[:, :1], log_q[:, :1], Cache(()), ())
     alone = Block().decide(log_p[:, :2], short, jnp.ones((512, 1), bool), u[:, :1])
     live = jnp.broadcast_to(jnp.asarray([[True, False, True]]), (512, 3))
     nans = log_q.at[:, 1].set(jnp.nan)
     for whole, alive in ((log_q, live), (nans, live | True)):
-        verdict = Block().decide(log_p, Draft(tokens, whole, draft.count[:512], (), ()), alive, u)
+        verdict = Block().decide(log_p, Draft(tokens, whole, Cache(()), ()), alive, u)
         for name in ("accepted", "tested", "probs", "overlap"):
             np.testing.assert_allclose(getattr(verdict, name), getattr(alone, name), rtol=1e-6)
 
@@ -126,9 +126,9 @@ def test_a_chain_ends_at_its_first_dead_node(window):
 def test_a_single_draft_and_a_greedy_window_are_verified_as_token_does(window):
     _, _, log_p, draft = window
     u = jnp.asarray(np.random.default_rng(3).random((20_000, 3)), jnp.float32)
-    one = Draft(draft.tokens[:, :1], draft.log_q[:, :1], draft.count, (), ())
+    one = Draft(draft.tokens[:, :1], draft.log_q[:, :1], Cache(()), ())
     greedy = jnp.where(log_p == log_p.max(-1, keepdims=True), 0, -jnp.inf)
-    for laws, chain in ((log_p[:, :2], one), (greedy, Draft(draft.tokens, None, draft.count, (), ()))):
+    for laws, chain in ((log_p[:, :2], one), (greedy, Draft(draft.tokens, None, Cache(()), ()))):
         live, v = jnp.ones(chain.tokens.shape, bool), u[:, : chain.tokens.shape[1]]
         token, block = (rule.decide(laws, chain, live, v) for rule in (Token(), Block()))
         for name in ("path", "accepted", "tested", "probs"):
@@ -141,7 +141,7 @@ def test_a_single_draft_and_a_greedy_window_are_verified_as_token_does(window):
 def test_zeros_on_either_side_make_no_nan_and_nothing_impossible(p, q):
     log = lambda law, rows: jnp.broadcast_to(jnp.log(jnp.asarray(law, jnp.float32)), (8, rows, 3))  # noqa: E731
     tokens = jnp.asarray(list(itertools.product((0, 1), repeat=3)), jnp.int32)
-    draft = Draft(tokens, None if q is None else log(q, 3), jnp.full((8,), 3, jnp.int32), (), ())
+    draft = Draft(tokens, None if q is None else log(q, 3), Cache(()), ())
     for u in (0.0, 0.5, 0.999999):
         verdict = Block().decide(log(p, 4), draft, jnp.ones((8, 3), bool), jnp.full((8, 3), u))
         assert np.isfinite(verdict.probs).all()
@@ -158,9 +158,9 @@ def test_an_equal_drafter_is_accepted_wholly_and_an_empty_draft_not_at_all(rule)
     best = jnp.asarray(p[:, :4].argmax(-1), jnp.int32)
     log_p, keys = jnp.log(jnp.asarray(p)), sampling.row_keys(0, range(256))
     if type(rule) in (Token, Block):
-        verdict = rule.verify(keys, log_p, Draft(best, log_p[:, :4], best[:, 0], (), ()), jnp.ones((256, 4), bool))
+        verdict = rule.verify(keys, log_p, Draft(best, log_p[:, :4], Cache(()), ()), jnp.ones((256, 4), bool))
         assert (verdict.accepted == 4).all()
-    verdict = rule.verify(keys, log_p[:, :1], Draft(best[:, :0], None, best[:, 0], (), ()), jnp.ones((256, 0), bool))
+    verdict = rule.verify(keys, log_p[:, :1], Draft(best[:, :0], None, Cache(()), ()), jnp.ones((256, 0), bool))
     assert (verdict.accepted == 0).all()
     assert ((verdict.bonus >= 0) & (verdict.bonus < 64)).all()
 
@@ -175,9 +175,8 @@ def test_a_tree_is_refused_when_the_round_is_traced():
 def _one_round(program, params):
     tokens, length = jnp.zeros((2, 16), jnp.int32), jnp.full((2,), 2, jnp.int32)
     keys, ends = sampling.row_keys(0, range(2)), jnp.full((1,), -1, jnp.int32)
-    state = decode.start(
-        program, params, (), tokens, length, length + 9, keys, ends, sampling.make_sampling(2), cache_dtype=jnp.float32
-    )
+    prompts = Prompts(tokens, length, length + 9, keys, ends, sampling.make_sampling(2))
+    state = decode.start(program, params, (), prompts, jnp.float32)
     return decode.decode_round(program, params, (), state)
 
 
@@ -190,7 +189,7 @@ def stops(rule, target, draft, length):
     rows = lambda laws, depth: [[laws[tuple(path[:i])] for i in range(depth)] for path in paths]  # noqa: E731
     with jax.enable_x64(True):
         log_p, log_q = (jnp.log(jnp.asarray(rows(*part))) for part in ((target, length + 1), (draft, length)))
-        whole = Draft(jnp.asarray(paths), log_q, jnp.full((len(paths),), length, jnp.int32), (), ())
+        whole = Draft(jnp.asarray(paths), log_q, Cache(()), ())
 
         @jax.jit
         def decide(u):

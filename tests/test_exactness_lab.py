@@ -51,7 +51,7 @@ class Mine(Drafter):
         log_q = jax.nn.log_softmax(drawn)
         token = sampling.draw(sampling.fold(keys, 99), log_q)
         told = jnp.full_like(log_q, -jnp.log(vocab)) if self.lies else log_q
-        return Draft(token[:, None], told[:, None], jnp.ones_like(target.length), target.cache, state)
+        return Draft(token[:, None], told[:, None], target.cache, state)
 
 @dataclass(frozen=True)
 class Liar(Mine):
@@ -164,7 +164,7 @@ class Plain:
     def verify(self, keys, log_p, draft, live):
         verdict = Token().decide(log_p, draft, jnp.zeros_like(live), jnp.zeros(live.shape))
         sharper = jnp.log(verdict.probs) * (1.3 if self.biased else 1.0)
-        return replace(verdict, bonus=sampling.draw(sampling.fold(keys, sampling.EXTRA), sharper))
+        return replace(verdict, bonus=sampling.draw(sampling.fold(keys, sampling.BONUS), sharper))
 '''
 
 
@@ -295,7 +295,7 @@ class Noisy(testing.Self):
     num_speculative_tokens: int = 3
     lies: bool = False
 
-    def params(self, key, model, target_params):
+    def init_params(self, key, model, target_params):
         table = target_params["table"]
         return {"table": table + jax.random.normal(key, table.shape)}
 

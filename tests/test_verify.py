@@ -13,7 +13,7 @@ import pytest
 from subjects import QUICK
 
 from specjax import sampling, verify
-from specjax.types import Draft
+from specjax.types import Cache, Draft
 from specjax.verify import Token, is_exact
 
 ROWS = 200_000
@@ -45,7 +45,7 @@ def rows_of(law, rows=ROWS):
 def chain(tokens, log_q, parents=None, depth=None):
     tokens = jnp.asarray(tokens, jnp.int32)
     parents = None if parents is None else jnp.broadcast_to(jnp.asarray(parents, jnp.int32), tokens.shape)
-    return Draft(tokens, log_q, jnp.full(tokens.shape[0], tokens.shape[1]), (), (), parents, depth)
+    return Draft(tokens, log_q, Cache(()), (), parents=parents, depth=depth)
 
 
 @functools.partial(jax.jit, static_argnames="rule", compiler_options=QUICK)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from specjax import decode, sampling, verify
 from specjax.drafter import Drafter
 from specjax.exactness.subjects import Subject
-from specjax.types import Draft, Verdict
+from specjax.types import Cache, Draft, Prompts, Verdict
 
 
 def is_approximate(rule: verify.Rule) -> bool:
@@ -35,10 +35,9 @@ def outline(program: decode.Program, subject: Subject, slots: int = 16) -> tuple
     def propose(key: Any, params: Any) -> tuple[Any, Any]:
         own = program.drafter.params(key, subject.model, params)
         tokens, length = jnp.zeros((2, slots), jnp.int32), jnp.full((2,), 2, jnp.int32)
-        state = decode.start(
-            program, params, own, tokens, length, length + 4, jax.random.split(key, 2), jnp.full((1,), -1, jnp.int32),
-            sampling.make_sampling(2), cache_dtype=jnp.float32,
-        )  # fmt: skip
+        ends, keys = jnp.full((1,), -1, jnp.int32), jax.random.split(key, 2)
+        prompts = Prompts(tokens, length, length + 4, keys, ends, sampling.make_sampling(2))
+        state = decode.start(program, params, own, prompts, jnp.float32)
         draft = decode.propose(program, params, own, state)
         return draft.tokens, draft.log_q
 
@@ -78,7 +77,7 @@ def _check_rule(rule: verify.Rule, vocab: int) -> None:
     if not isinstance(rule, verify.Rule):
         raise ValueError(f"rule {rule!r} lacks verify: see specjax.verify.Rule")
     law, tokens = jnp.zeros((2, 3, vocab)), jnp.zeros((2, 2), jnp.int32)
-    draft = Draft(tokens, law[:, 1:], jnp.full((2,), 2, jnp.int32), (), ())
+    draft = Draft(tokens, law[:, 1:], Cache(()), ())
     window = (jax.random.split(jax.random.key(0), 2), law, draft, tokens == 0)
     found, expected = (jax.eval_shape(kind.verify, *window) for kind in (rule, verify.Token()))
     for field in dataclasses.fields(Verdict):

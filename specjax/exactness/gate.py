@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import verify
-from specjax.types import Draft
+from specjax.types import Cache, Draft
 
 Law = Callable[[tuple[int, ...]], np.ndarray]
 Outcome = tuple[np.ndarray, np.ndarray, np.ndarray]  # path, accepted, law
@@ -111,8 +111,7 @@ def law_of(
         draft = Draft(
             jnp.asarray(repeat(grid.tokens)),
             None if grid.log_q is None else jnp.asarray(repeat(grid.log_q), dtype),
-            jnp.full((len(patterns) * drafts,), nodes, jnp.int32),
-            cache=(),
+            cache=Cache(()),
             state=(),
             parents=None
             if proposal.parents == tuple(range(-1, nodes - 1))
@@ -193,7 +192,7 @@ def accepts_impossible(rule: verify.DecisionRule) -> int:
     for q, tokens in itertools.product((1e-6, 0.3, 1.0), ((0,), (0, 1), (1, 0))):
         log_q = jnp.log(jnp.asarray([[[q, (1 - q) / 2, (1 - q) / 2]] * len(tokens)], jnp.float32))
         log_p = jnp.log(jnp.asarray([[[0.0, 0.5, 0.5]] * (len(tokens) + 1)], jnp.float32))
-        draft = Draft(jnp.asarray([tokens], jnp.int32), log_q, jnp.asarray([len(tokens)], jnp.int32), (), ())
+        draft = Draft(jnp.asarray([tokens], jnp.int32), log_q, Cache(()), ())
         verdict = rule.decide(log_p, draft, jnp.ones((1, len(tokens)), bool), jnp.zeros((1, len(tokens))))
         found += int(verdict.accepted[0] > tokens.index(0))
     return found

@@ -46,7 +46,7 @@ class DecisionRule:
         """Uniforms, `decide`, and a draw of the bonus token."""
         u = sampling.uniforms(sampling.fold(keys, sampling.ACCEPT), draft.tokens.shape[1])
         verdict = self.decide(log_p, draft, live, u)
-        bonus = sampling.draw(sampling.fold(keys, sampling.EXTRA), jnp.log(verdict.probs))
+        bonus = sampling.draw(sampling.fold(keys, sampling.BONUS), jnp.log(verdict.probs))
         return replace(verdict, bonus=bonus)
 
 

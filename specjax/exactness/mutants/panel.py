@@ -13,7 +13,7 @@ from specjax import verify
 from specjax.exactness.mutants.blocks import BlockTokenResidual, BlockWithBreak, Hierarchical, LastRatioUncapped
 from specjax.exactness.mutants.rules import FAULTY_RULES
 from specjax.exactness.mutants.verifiers import FAULTY_VERIFIERS
-from specjax.types import Draft, Keys, Verdict
+from specjax.types import Cache, Draft, Keys, Verdict
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,6 @@ class Panel:
         for number, mutant in enumerate(self.mutants):
             block = slice(number * rows, (number + 1) * rows)
             log_q = None if draft.log_q is None else draft.log_q[block]
-            own = Draft(draft.tokens[block], log_q, draft.count[block], (), ())
+            own = Draft(draft.tokens[block], log_q, Cache(()), ())
             results.append(mutant.rule.verify(keys[block], log_p[block], own, live[block]))
         return jax.tree.map(lambda *parts: jnp.concatenate(parts).astype(parts[0].dtype), *results)

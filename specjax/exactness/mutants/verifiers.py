@@ -188,7 +188,7 @@ def _uniforms(keys: Keys, draft: Draft) -> Float[Array, "B N"]:
 
 
 def _drawn(keys: Keys, verdict: Verdict) -> Verdict:
-    return replace(verdict, bonus=sampling.draw(sampling.fold(keys, sampling.EXTRA), jnp.log(verdict.probs)))
+    return replace(verdict, bonus=sampling.draw(sampling.fold(keys, sampling.BONUS), jnp.log(verdict.probs)))
 
 
 def _full(verdict: Verdict, live: Array) -> Bool[Array, "B"]:

@@ -4,7 +4,8 @@ from specjax.testing import check_drafter
 check_drafter(Mine())
 """
 
-from specjax.testing.contract import ContractError, check_drafter
+from specjax.testing.contract import check_drafter
+from specjax.testing.differences import ContractError
 from specjax.testing.drafters import Hostile, Oracle, Poison, Self, Silent, Tree
 from specjax.testing.targets import TableModel, table_params, tiny_config, tiny_model
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,19 +20,26 @@ from jaxtyping import Array, PyTree
 from specjax import cache as kv
 from specjax import decode, sampling
 from specjax.drafter import Drafter, Nothing
+from specjax.testing.differences import (
+    GARBAGE,
+    broken,
+    compare,
+    copy,
+    expect,
+    fill_garbage,
+    keeps,
+    pairs,
+    real_nodes,
+    same_draft,
+)  # fmt: skip
 from specjax.testing.targets import tiny_model
 from specjax.types import Draft, Model, Params, Prompts, Seen, Target, Text
 
 CAPACITY, NEW_TOKENS, LATE = 64, 30, 6
 TEMPERATURES = (1.0, 0.7, 0.0)
-GARBAGE = 1e4
 SMALL_CHUNK = 4
 DRAWS = 1024
 CHANCE = 5.0  # standard deviations: one false alarm in a million
-
-
-class ContractError(AssertionError):
-    """A drafter that breaks a rule; the message names the rule, and where."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ def make_prompts(vocab_size: int, seed: int) -> Prompts:
 def begin(program: decode.Program, params: Params, weights: Params, prompts: Prompts) -> Subject:
     """Read the prompts, and decode until every row has committed some tokens."""
     state = decode.start(program, params, weights, prompts, jnp.float32)
-    begun = _copy(state.drafter)
+    begun = copy(state.drafter)
     while int((state.length - prompts.length).min()) < LATE:
         state = decode.step(program, params, weights, state)
     return Subject(program, params, weights, prompts, begun, state)
@@ -122,11 +128,11 @@ def check_value(drafter: Drafter) -> None:
         again = dataclasses.replace(drafter)
         same = drafter == again and hash(drafter) == hash(again)
     except TypeError as error:
-        _broken(drafter, "is a frozen, hashable dataclass", str(error))
+        broken(drafter, "is a frozen, hashable dataclass", str(error))
     if not same:
-        _broken(drafter, "equals one that is built again", f"{drafter!r} is not {again!r}: each would compile anew")
+        broken(drafter, "equals one that is built again", f"{drafter!r} is not {again!r}: each would compile anew")
     if not drafter.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        _broken(drafter, "is a frozen, hashable dataclass", "declare it with @dataclass(frozen=True)")
+        broken(drafter, "is a frozen, hashable dataclass", "declare it with @dataclass(frozen=True)")
 
 
 def check_weights(drafter: Drafter, weights: Params, target_params: Params) -> None:
@@ -135,7 +141,7 @@ def check_weights(drafter: Drafter, weights: Params, target_params: Params) -> N
     for path, leaf in jax.tree_util.tree_flatten_with_path(weights)[0]:
         if leaf.unsafe_buffer_pointer() in theirs:
             where = f"{jax.tree_util.keystr(path)} is one: take it from `target.params` instead, or copy it"
-            _broken(drafter, "has no array of the target among its weights", where)
+            broken(drafter, "has no array of the target among its weights", where)
 
 
 def check_shapes(program: decode.Program, params: Params, weights: Params, prompts: Prompts) -> None:
@@ -146,27 +152,16 @@ def check_shapes(program: decode.Program, params: Params, weights: Params, promp
     state = jax.eval_shape(build, params, weights, prompts)
     show = functools.partial(_show, program, CAPACITY, False)
     _, shown = jax.eval_shape(show, params, weights, prompts, 0, state.cache, state.drafter)
-    _keeps(drafter, "observe", state.drafter, shown)
+    keeps(drafter, "observe", state.drafter, shown)
     draft = jax.eval_shape(functools.partial(decode.propose, program), params, weights, state)
-    _expect(drafter, "tokens", draft.tokens, (rows, nodes), jnp.int32)
+    expect(drafter, "tokens", draft.tokens, (rows, nodes), jnp.int32)
     if draft.count is not None:
-        _expect(drafter, "count", draft.count, (rows,), jnp.int32)
+        expect(drafter, "count", draft.count, (rows,), jnp.int32)
     if draft.log_q is not None:
-        _expect(drafter, "log_q", draft.log_q, (rows, nodes, vocab), jnp.float32)
-    _keeps(drafter, "propose", (state.cache, state.drafter), (draft.cache, draft.state))
+        expect(drafter, "log_q", draft.log_q, (rows, nodes, vocab), jnp.float32)
+    keeps(drafter, "propose", (state.cache, state.drafter), (draft.cache, draft.state))
     after = jax.eval_shape(functools.partial(decode.verify_and_commit, program), params, weights, state, draft)
-    _keeps(drafter, "observe", state.drafter, after.drafter)
-
-
-def _keeps(drafter: Drafter, method: str, before: PyTree[Array], after: PyTree[Array]) -> None:
-    if jax.tree.structure(before) != jax.tree.structure(after):
-        where = f"{jax.tree.structure(before)} became {jax.tree.structure(after)}"
-        _broken(drafter, f"keeps the tree of its state in `{method}`", where)
-    for path, old, new in _pairs(before, after):
-        if (old.shape, old.dtype) != (new.shape, new.dtype) or new.weak_type:
-            where = f"{path or 'it'} was {old.dtype}{list(old.shape)}, is {new.dtype}{list(new.shape)}"
-            where += " of a weak type" * new.weak_type
-            _broken(drafter, f"keeps shapes, dtypes and weak types in `{method}`", where)
+    keeps(drafter, "observe", state.drafter, after.drafter)
 
 
 def check_sums(subject: Subject) -> None:
@@ -174,12 +169,12 @@ def check_sums(subject: Subject) -> None:
     drafter, draft = subject.drafter, subject.propose(subject.state)
     nodes = drafter.num_speculative_tokens
     if draft.count is not None and ((draft.count < 0) | (draft.count > nodes)).any():
-        _broken(drafter, f"counts 0 to {nodes} tokens", f"count is {draft.count.tolist()}")
+        broken(drafter, f"counts 0 to {nodes} tokens", f"count is {draft.count.tolist()}")
     if draft.log_q is not None:
         off = np.abs(np.exp(np.asarray(draft.log_q, np.float64)).sum(-1) - 1)
-        for row, node in np.argwhere((off > 1e-4) & np.asarray(_real(draft)))[:1]:
+        for row, node in np.argwhere((off > 1e-4) & np.asarray(real_nodes(draft)))[:1]:
             where = f"row {row}, token {node}: off by {off[row, node]}"
-            _broken(drafter, "reports probabilities that add up to 1", where)
+            broken(drafter, "reports probabilities that add up to 1", where)
 
 
 def check_reads(subject: Subject) -> None:
@@ -189,15 +184,16 @@ def check_reads(subject: Subject) -> None:
     spoilt = {
         "tokens at and beyond `length`": {"tokens": jnp.where(slot < state.length[:, None], state.tokens, 7)},
         "the target's slots at and beyond `length - 1`": {
-            "cache": _spoil(state.cache, kv.scratch(state.cache, state.length - 1))
+            "cache": fill_garbage(state.cache, kv.scratch(state.cache, state.length - 1))
         },
         "what `scratch` declares of its state": {
-            "drafter": _spoil(state.drafter, drafter.scratch(state.drafter, state.length))
+            "drafter": fill_garbage(state.drafter, drafter.scratch(state.drafter, state.length))
         },
     }
     clean = subject.propose(state)
     for name, changes in spoilt.items():
-        _same_draft(subject, f"does not read {name}", clean, subject.propose(dataclasses.replace(state, **changes)))
+        dirty = subject.propose(dataclasses.replace(state, **changes))
+        same_draft(drafter, f"does not read {name}", clean, dirty)
 
 
 def check_observes(subject: Subject) -> None:
@@ -210,9 +206,9 @@ def check_observes(subject: Subject) -> None:
     kept = jax.tree.map(jnp.logical_not, subject.drafter.scratch(subject.begun, subject.prompts.length + 1))
     for (width, spoil), rule in rules.items():
         other = _read(subject, width, spoil)
-        for path, old, new, real in _pairs(subject.begun, other, kept):
+        for path, old, new, real in pairs(subject.begun, other, kept):
             old, new = np.where(real, old, 0), np.where(real, new, 0)
-            _compare(subject.drafter, rule, path, old, new, rtol=1e-3, atol=1e-3)
+            compare(subject.drafter, rule, path, old, new, rtol=1e-3, atol=1e-3)
 
 
 def check_writes(subject: Subject) -> None:
@@ -228,21 +224,21 @@ def check_writes(subject: Subject) -> None:
         ("the target's cache", state.cache, draft.cache, kv.scratch(state.cache, state.length - 1)),
         ("its state", state.drafter, draft.state, subject.drafter.scratch(state.drafter, state.length)),
     ):
-        for path, old, new, free in _pairs(before, after, scratch):
+        for path, old, new, free in pairs(before, after, scratch):
             rule = f"writes only scratch of {name} in `propose`"
-            _compare(subject.drafter, rule, path, np.where(free, 0, old), np.where(free, 0, new))
+            compare(subject.drafter, rule, path, np.where(free, 0, old), np.where(free, 0, new))
 
 
 def check_rows(subject: Subject) -> None:
     """A row's draft is its own: the same for the same key, whoever stands beside it."""
     state = subject.state
     clean = subject.propose(state)
-    _same_draft(subject, "drafts the same for the same keys", clean, subject.propose(state))
+    same_draft(subject.drafter, "drafts the same for the same keys", clean, subject.propose(state))
     turned = jax.tree.map(lambda leaf: leaf if leaf is state.end_ids else jnp.roll(leaf, 1, 0), state)
     moved = subject.propose(turned)
-    back = {name: jnp.roll(value, -1, 0) for name in ("tokens", "count", "log_q")
-            if (value := getattr(moved, name)) is not None}  # fmt: skip
-    _same_draft(subject, "drafts for a row whatever the others are", clean, dataclasses.replace(moved, **back))
+    rows = lambda leaf: None if leaf is None else jnp.roll(leaf, -1, 0)  # noqa: E731
+    back = dataclasses.replace(moved, tokens=rows(moved.tokens), count=rows(moved.count), log_q=rows(moved.log_q))
+    same_draft(subject.drafter, "drafts for a row whatever the others are", clean, back)
 
 
 def check_draws(subject: Subject) -> None:
@@ -259,13 +255,13 @@ def check_draws(subject: Subject) -> None:
     tokens, log_q, real = jax.device_get(_draw_often(subject.program, subject.params, subject.weights, state, keys))
     if first.log_q is None:
         if (tokens != np.asarray(first.tokens)[None]).any(where=real):
-            _broken(subject.drafter, "drafts certain tokens where it reports no `log_q`", "they differ between keys")
+            broken(subject.drafter, "drafts certain tokens where it reports no `log_q`", "they differ between keys")
         return
     q = np.exp(log_q.astype(np.float64))
     chosen = np.take_along_axis(q, np.clip(tokens, 0, q.shape[-1] - 1)[..., None], -1)[..., 0]
     for draw, row, node in np.argwhere(real & ((chosen <= 0) | (tokens < 0) | (tokens >= q.shape[-1])))[:1]:
         where = f"draw {draw}, row {row}, token {node}: id {tokens[draw, row, node]} has probability 0"
-        _broken(subject.drafter, "draws from the `log_q` that it reports", where)
+        broken(subject.drafter, "draws from the `log_q` that it reports", where)
     hits, share = tokens == q.argmax(-1), q.max(-1)
     excess = np.where(real, hits - share, 0).sum(0)
     spread = np.sqrt(np.where(real, share * (1 - share), 0).sum(0))
@@ -274,14 +270,14 @@ def check_draws(subject: Subject) -> None:
             f"row {row}, token {node}: the likeliest was drawn {hits[:, row, node].sum()} times in {DRAWS}, "
             f"{share[:, row, node].sum():.0f} would be right: return the array that the token was drawn from"
         )
-        _broken(subject.drafter, "draws from the `log_q` that it reports", where)
+        broken(subject.drafter, "draws from the `log_q` that it reports", where)
 
 
 @functools.partial(jax.jit, static_argnames=("program",))
 def _draw_often(program: decode.Program, params: Params, weights: Params, state: decode.State, keys: Array) -> Any:
     def one(keys: Array) -> Any:
         draft = decode.propose(program, params, weights, dataclasses.replace(state, keys=keys))
-        return draft.tokens, draft.log_q, _real(draft)
+        return draft.tokens, draft.log_q, real_nodes(draft)
 
     return jax.lax.map(one, keys)
 
@@ -305,9 +301,9 @@ def check_hook(subject: Subject) -> None:
     found = teacher_forced(subject.params, subject.weights)
     if found is None:
         return
-    _expect(drafter, "log_probs", found, (len(TEMPERATURES), 1, *draft.log_q.shape[1:]), jnp.float32)
+    expect(drafter, "log_probs", found, (len(TEMPERATURES), 1, *draft.log_q.shape[1:]), jnp.float32)
     rule = "has one arithmetic for `log_probs` and `propose`"
-    _compare(drafter, rule, "", np.exp(draft.log_q), np.exp(found[:, 0]), rtol=1e-3, atol=1e-4)
+    compare(drafter, rule, "", np.exp(draft.log_q), np.exp(found[:, 0]), rtol=1e-3, atol=1e-4)
 
 
 def check_greedy_text(subject: Subject) -> None:
@@ -318,13 +314,13 @@ def check_greedy_text(subject: Subject) -> None:
     texts = []
     for program, weights in ((again, subject.weights), (decode.Program(subject.program.model, Nothing()), ())):
         state = decode.start(program, subject.params, weights, prompts, jnp.float32)
-        compiled = decode.step._cache_size()
+        compiled = decode.step._cache_size()  # type: ignore[attr-defined]
         while not state.done.all():
             state = decode.step(program, subject.params, weights, state)
-        if program is again and decode.step._cache_size() > compiled:
-            _broken(subject.drafter, "compiles once", "an equal drafter at another temperature was compiled again")
+        if program is again and decode.step._cache_size() > compiled:  # type: ignore[attr-defined]
+            broken(subject.drafter, "compiles once", "an equal drafter at another temperature was compiled again")
         texts.append(state.tokens)
-    _compare(subject.drafter, "leaves greedy text as it is", "tokens", texts[1], texts[0])
+    compare(subject.drafter, "leaves greedy text as it is", "tokens", texts[1], texts[0])
 
 
 def _read(subject: Subject, width: int, spoil: bool) -> PyTree[Array]:
@@ -356,62 +352,6 @@ def _show(
         hidden = tuple(jnp.where(real[..., None], tap, GARBAGE) for tap in hidden)
         slot = jnp.arange(CAPACITY, dtype=jnp.int32)[None]
         tokens = jnp.where(slot < prompts.length[:, None], tokens, 7)
-        shown = _spoil(shown, kv.scratch(shown, prompts.length))
+        shown = fill_garbage(shown, kv.scratch(shown, prompts.length))
     target = Target(program.model, params, shown, tokens, prompts.length, prompts.sampling)
     return out.cache, program.drafter.observe(weights, state, Seen(target, window, start, count, hidden))
-
-
-def _spoil(tree: PyTree[Array], where: PyTree[Array]) -> PyTree[Array]:
-    def fill(leaf: Array, bad: Array) -> Array:
-        return jnp.where(bad, jnp.asarray(GARBAGE if jnp.issubdtype(leaf.dtype, jnp.floating) else 7, leaf.dtype), leaf)
-
-    return jax.tree.map(fill, tree, where)
-
-
-def _copy(tree: PyTree[Array]) -> PyTree[Array]:
-    return jax.tree.map(jnp.copy, tree)
-
-
-def _real(draft: Draft) -> Array:
-    nodes = draft.tokens.shape[1]
-    count = jnp.full(draft.tokens.shape[:1], nodes, jnp.int32) if draft.count is None else draft.count
-    return jnp.arange(nodes, dtype=jnp.int32)[None] < count[:, None]
-
-
-def _pairs(*trees: PyTree[Array]) -> Iterator[tuple[Any, ...]]:
-    """Leaves of equal trees, with the path to each."""
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(trees[0])[0]]
-    return zip(paths, *(jax.tree.leaves(tree) for tree in trees), strict=True)
-
-
-def _same_draft(subject: Subject, rule: str, one: Draft, other: Draft) -> None:
-    real = np.asarray(_real(one))
-    _compare(subject.drafter, rule, "count", real.sum(-1), np.asarray(_real(other)).sum(-1))
-    _compare(subject.drafter, rule, "tokens", np.where(real, one.tokens, 0), np.where(real, other.tokens, 0))
-    if one.log_q is not None and other.log_q is not None:
-        log_q = (np.where(real[..., None], draft.log_q, 0) for draft in (one, other))
-        _compare(subject.drafter, rule, "log_q", *(np.exp(part) for part in log_q), rtol=1e-5, atol=1e-6)
-
-
-def _compare(
-    drafter: Drafter, rule: str, what: str, expected: Any, found: Any, rtol: float = 0.0, atol: float = 0.0
-) -> None:
-    expected, found = np.asarray(expected), np.asarray(found)
-    wide = [part.astype(np.float64) if part.dtype.kind in "fV" else part for part in (expected, found)]
-    differ = ~np.isclose(*wide, rtol=rtol, atol=atol, equal_nan=True)
-    for place in np.argwhere(differ)[:1]:
-        index = tuple(place.tolist())
-        where = f"{what}[{', '.join(map(str, index))}] was {expected[index]}, is {found[index]}"
-        _broken(
-            drafter, rule, f"{where} ({int(differ.sum())} of {differ.size} entries differ; the first index is the row)"
-        )
-
-
-def _expect(drafter: Drafter, name: str, array: Array, shape: tuple[int, ...], dtype: Any) -> None:
-    if array.shape != shape or array.dtype != dtype:
-        wanted = f"{jnp.dtype(dtype).name}{list(shape)}"
-        _broken(drafter, f"returns {name} as {wanted}", f"it is {array.dtype}{list(array.shape)}")
-
-
-def _broken(drafter: Drafter, rule: str, where: str) -> Any:
-    raise ContractError(f"{type(drafter).__name__} breaks a rule of drafters: it {rule}. {where}")

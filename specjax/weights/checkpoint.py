@@ -144,17 +144,18 @@ def default_dtype() -> Any:
 def stream(rows: Rows, wanted: Wanted, origin: Path) -> Iterator[tuple[str, Array]]:
     """Yield each wanted tensor, read through `rows(name, start, stop)` in blocks."""
     for name, leaf in wanted.items():
-        tensor = np.empty(leaf.shape, leaf.dtype)
-        width = max(1, leaf.size // max(1, leaf.shape[0]))
+        tensor = np.empty(leaf.shape or (1,), leaf.dtype)  # a scalar is a row
+        count = tensor.shape[0]
+        width = max(1, leaf.size // max(1, count))
         block = max(1, _BLOCK_BYTES // (4 * width))
-        for start in range(0, leaf.shape[0], block):
-            part = rows(name, start, min(start + block, leaf.shape[0]))
+        for start in range(0, count, block):
+            part = rows(name, start, min(start + block, count))
             check_finite(name, part, origin)
             with np.errstate(over="ignore"):
                 tensor[start : start + block] = part
             if not np.isfinite(tensor[start : start + block]).all():
                 raise ValueError(f"tensor {name} in {origin} has values beyond {leaf.dtype}: use --dtype float32")
-        yield name, jnp.asarray(tensor)
+        yield name, jnp.asarray(tensor.reshape(leaf.shape))
 
 
 def check_finite(name: str, values: Any, origin: Path) -> None:

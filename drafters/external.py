@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,8 @@ class External(Drafter):
     num_speculative_tokens: int = 4
     checkpoint: str = ""  # as `--target`: a path, a named source or a hub id (or a preset, for accounting)
     keep_layers: int = 0  # without a checkpoint: layers kept of the target, evenly spaced; 0: five sixths
+
+    opens_models: ClassVar[bool] = True
 
     @property
     def label(self) -> str:

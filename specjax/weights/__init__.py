@@ -5,18 +5,20 @@ params = checkpoint.load()
 ids = checkpoint.tokenizer().chat("Why is the sky blue?")
 """
 
-from specjax.weights.card import Card, Fingerprint, read_card
+from specjax.weights.card import CARD, Card, Fingerprint, has_card, read_card
 from specjax.weights.checkpoint import Checkpoint, DamagedFile, default_dtype
 from specjax.weights.native import save
 from specjax.weights.sources import open_checkpoint
 from specjax.weights.trained import hash_params, load_drafter_params, save_drafter
 
 __all__ = [
+    "CARD",
     "Card",
     "Checkpoint",
     "DamagedFile",
     "Fingerprint",
     "default_dtype",
+    "has_card",
     "hash_params",
     "load_drafter_params",
     "open_checkpoint",

@@ -91,6 +91,11 @@ class Card:
                 raise DamagedFile(f"{path} is damaged or was changed (SHA-256 differs from {CARD}): copy it again")
 
 
+def has_card(folder: str | Path) -> bool:
+    """Whether a trained drafter stands there."""
+    return (Path(folder).expanduser() / CARD).is_file()
+
+
 def read_card(folder: str | Path) -> Card:
     """What a folder that `save_drafter` wrote holds; its weights are not read.
 

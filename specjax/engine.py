@@ -19,7 +19,7 @@ from specjax import decode, plugins, sampling, verify
 from specjax.drafter import Drafter
 from specjax.generation import Generation, Generations, NotFiniteError
 from specjax.language_model import MAX_END_IDS, LanguageModel, load_target
-from specjax.types import Counts, Model, Params, Sampling
+from specjax.types import Counts, Model, Params, Prompts, Sampling
 
 __all__ = [
     "MAX_END_IDS", "Engine", "Generation", "Generations", "LanguageModel", "NotFiniteError", "capacity_for",
@@ -130,17 +130,16 @@ class Engine:
         length = np.asarray([len(prompt) for prompt in prompts], np.int32)
         ends = np.full((MAX_END_IDS,), -1, np.int32)
         ends[: len(end_ids)] = list(end_ids)
+        batch = Prompts(
+            tokens=jnp.asarray(tokens),
+            length=jnp.asarray(length),
+            limit=jnp.asarray(length + np.int32(max_new_tokens)),
+            keys=sampling.row_keys(seed, range(len(prompts)) if rows is None else rows),
+            end_ids=jnp.asarray(ends),
+            sampling=sampler,
+        )
         return decode.start(
-            self.program,
-            self.params,
-            self.drafter_params,
-            jnp.asarray(tokens),
-            jnp.asarray(length),
-            jnp.asarray(length + np.int32(max_new_tokens)),
-            sampling.row_keys(seed, range(len(prompts)) if rows is None else rows),
-            jnp.asarray(ends),
-            sampler,
-            cache_dtype=self.cache_dtype,
+            self.program, self.params, self.drafter_params, batch, self.cache_dtype, longest=int(length.max())
         )
 
     def generate(

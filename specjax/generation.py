@@ -72,7 +72,7 @@ class NotFiniteError(ArithmeticError):
 
 
 def _cells(index: int, row: Generation) -> str:
-    length = "–" if row.acceptance_length is None else f"{row.acceptance_length:.2f}"
+    length = "" if row.acceptance_length is None else f"{row.acceptance_length:.2f}"
     text = html.escape(str(row.tokens) if row.text is None else row.text)
     left = f"<td>{index}</td><td style='text-align:left;white-space:pre-wrap'>{text}</td>"
     return left + "".join(f"<td>{value}</td>" for value in (len(row.tokens), row.rounds, length, row.finish))

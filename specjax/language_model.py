@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from specjax import weights
 from specjax.drafter import Drafter
+from specjax.model import Llama
 from specjax.text import Tokenizer
 from specjax.types import Model, Params
 
@@ -28,7 +29,9 @@ class LanguageModel:
     checkpoint: weights.Checkpoint | None = None  # None: its weights are in memory only
 
     @classmethod
-    def of(cls, model: Model, params: Params, tokenizer: Tokenizer | None = None, name: str = "in memory") -> LanguageModel:
+    def of(
+        cls, model: Model, params: Params, tokenizer: Tokenizer | None = None, name: str = "in memory"
+    ) -> LanguageModel:
         """A model that was made rather than loaded."""
         made = cls(name, model, tokenizer, jax.tree.leaves(params)[0].dtype.name)
         vars(made)["params"] = params
@@ -44,6 +47,12 @@ class LanguageModel:
         if self.checkpoint is None:
             raise ValueError(f"{self.name} has no weights: load_target reads them, LanguageModel.of takes them")
         return self.checkpoint.load(self.dtype)
+
+    def shapes(self) -> Params:
+        """The weights' shapes and dtypes; nothing is read."""
+        if "params" in vars(self) or not isinstance(self.model, Llama):
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.params)
+        return weights.outline(self.model.config, self.dtype)
 
     @functools.cached_property
     def fingerprint(self) -> weights.Fingerprint:

@@ -76,13 +76,13 @@ def decode_batch(engine: Engine, batch: Batch, options: Options) -> Decoded:
 
 def start(engine: Engine, batch: Batch, options: Options, max_new_tokens: int | None = None) -> decode.State:
     """The batch after its prefill."""
-    return engine.start(
+    return engine.prefill(
         batch.padded(batch.prompts),
+        options.sampler,
         max_new_tokens=options.max_new_tokens if max_new_tokens is None else max_new_tokens,
         seed=options.seed,
         rows=batch.padded(batch.rows),
         end_ids=options.end_ids,
-        sampler=options.sampler,
         capacity=batch.capacity,
     )
 
@@ -114,7 +114,7 @@ def time_halves(
             begin = time.perf_counter()
             half = jax.block_until_ready(_draft(engine.program, engine.params, engine.drafter_params, states[name]))
             middle = time.perf_counter()
-            states[name] = jax.block_until_ready(_verify(engine.program, engine.params, *half))
+            states[name] = jax.block_until_ready(_verify(engine.program, engine.params, engine.drafter_params, *half))
             times[name].append((middle - begin, time.perf_counter() - middle))
     return {
         name: (statistics.median(a for a, _ in taken[1:]), statistics.median(b for _, b in taken[1:]))
@@ -133,21 +133,24 @@ def _draft(
 
 
 @functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("state",))
-def _verify(program: decode.Program, params: Params, state: decode.State, draft: Draft) -> decode.State:
-    """`decode.settle`, donated."""
-    return decode.settle(program, params, state, dataclasses.replace(draft, cache=state.cache, state=state.drafter))
+def _verify(
+    program: decode.Program, params: Params, drafter_params: Params, state: decode.State, draft: Draft
+) -> decode.State:
+    """`decode.verify_and_commit`, donated."""
+    draft = dataclasses.replace(draft, cache=state.cache, state=state.drafter)
+    return decode.verify_and_commit(program, params, drafter_params, state, draft)
 
 
 def margin(model: Model, params: Params, tokens: Sequence[int], cache_dtype: Any) -> float:
     """How far the target's largest logit after `tokens` lies above the second: what rounding would have to bridge."""
     slots = len(tokens)
     ids = jnp.asarray(np.asarray(tokens, np.int32)[None])
-    length = jnp.asarray([slots], jnp.int32)
 
     @jax.jit
     def logits(params: Params) -> Any:
-        last, _, _ = decode.prefill(model, params, ids, length, model.init_cache(1, slots, cache_dtype))
-        return model.logits(params, last)[0, 0]
+        cache = model.init_cache(1, slots, cache_dtype)
+        hidden = model.forward(params, ids, cache, jnp.zeros((1,), jnp.int32)).hidden
+        return model.logits(params, hidden[:, -1:])[0, 0]
 
     first, second = jax.lax.top_k(logits(params), 2)[0]
     return float(first - second)

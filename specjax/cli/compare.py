@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from specjax import measure, memory, offload, records
 from specjax.cli import options, plots, table
 from specjax.cli.errors import Failure, Refusal, refusing
@@ -95,7 +97,7 @@ def _open_folder(plan: Plan) -> RunFolder:
 def _carry_out(plan: Plan, folder: RunFolder) -> int:
     run = Run(plan, folder, engines={}, records=list(folder.records))
     with refusing():
-        params = plan.subject.load()  # has a progress bar of its own
+        plan.subject.params  # noqa: B018  read now, with a progress bar of their own
     stopped: BaseException | None = None
     with Progress(total=len(plan.drafters) * len(plan.chosen)) as progress:
         try:
@@ -123,7 +125,10 @@ def _prepare(run: Run, params: Params, progress: Progress) -> None:
     for name, drafter in plan.drafters.items():
         progress.describe(f"{name}: preparing")
         with refusing():
-            run.engines[name] = Engine(plan.subject.model, params, drafter, rule=plan.rule, offload=plan.args.offload)
+            own = drafter.params(jax.random.key(0), plan.subject.model, plan.subject.params)
+            if plan.args.offload:
+                drafter, own = offload.move(drafter, own)
+            run.engines[name] = Engine(plan.subject, drafter, rule=plan.rule, drafter_params=own)
     progress.describe("accounting for memory")
     capacity = max(plan.capacity(name) for name in plan.chosen)
     for name, engine in run.engines.items():
@@ -131,7 +136,7 @@ def _prepare(run: Run, params: Params, progress: Progress) -> None:
             engine.program, engine.params, engine.drafter_params,
             batch=plan.args.batch_size, capacity=capacity, cache_dtype=engine.cache_dtype,
         )  # fmt: skip
-        if engine.program.offload:
+        if isinstance(engine.program.drafter, offload.Offloaded):
             account = offloaded_account(account)
         run.measured[name] = Measured(
             settings=repr(engine.program.drafter),
@@ -139,8 +144,12 @@ def _prepare(run: Run, params: Params, progress: Progress) -> None:
             exact=engine.program.exact,
             added_bytes=account.added_bytes,
             peak_bytes=account.peak_bytes,
-            offloaded_bytes=offload.size(engine.drafter_params) if engine.program.offload else None,
-            fetch_s=offload.fetch_s(engine.drafter_params) if engine.program.offload else None,
+            offloaded_bytes=offload.size(engine.drafter_params)
+            if isinstance(engine.program.drafter, offload.Offloaded)
+            else None,
+            fetch_s=offload.fetch_s(engine.drafter_params)
+            if isinstance(engine.program.drafter, offload.Offloaded)
+            else None,
         )
 
 

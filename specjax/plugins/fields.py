@@ -13,12 +13,6 @@ _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "
 _NAMES = {"bool": bool, "int": int, "float": float, "str": str, "tuple": tuple}
 
 
-def names(kind: type) -> list[str]:
-    """Fields that can be set; the checkpoint, which most leave alone, stands last."""
-    found = [field.name for field in dataclasses.fields(kind)]
-    return sorted(found, key=lambda name: name == "checkpoint")
-
-
 def parse(kind: type, owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Values for fields of `kind`, from text or as they are, each of its field's type.
 
@@ -28,11 +22,11 @@ def parse(kind: type, owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       ValueError: an unknown field, with the known ones; a value of another type, with an example.
     """
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     values = {}
     for name, value in given.items():
         if name not in fields:
-            raise ValueError(f"{owner} has no field {name!r}: its fields are {', '.join(names(kind))}")
+            raise ValueError(f"{owner} has no field {name!r}: its fields are {', '.join(fields)}")
         wanted, items = _type_of(fields[name])
         try:
             values[name] = value if value is fields[name].default else _convert(value, wanted, items)

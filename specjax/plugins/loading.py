@@ -13,10 +13,12 @@ without a `=` is the drafter's checkpoint:
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from specjax import verify, weights
 from specjax.drafter import Drafter, Nothing
@@ -35,7 +37,7 @@ def load_drafter(spec: str, settings: Mapping[str, str] | None = None, /, **valu
       values: fields as values; they go before all others.
 
     Returns:
-      the drafter, checked as far as it can be without a target. Of a checkpoint, the card was read, no weights.
+      the drafter, checked as far as it can be without a target. No weights were read.
 
     Raises:
       ValueError: an unknown drafter, class or field, with the valid ones; a value of the wrong type; a
@@ -43,27 +45,15 @@ def load_drafter(spec: str, settings: Mapping[str, str] | None = None, /, **valu
       RuntimeError: a file that raises, with its error.
     """
     name, own = split(spec)
-    card = None
-    if name == "none":
-        kind: type[Drafter] = Nothing
-    elif _is_file(name):
-        kind = files.find_class(name, "drafter", _is_drafter)
-    elif name in (modules := _modules()):
-        kind = _class_of(modules[name])
-    elif Path(name).expanduser().is_dir():
-        card = weights.read_card(name)
-        kind = _class_of_card(card)
-    else:
-        raise ValueError(
-            f"unknown drafter {name!r}: choose from {', '.join(available())}, or name ./file.py:Class "
-            "or the folder of a trained one"
-        )
+    kind, saved = _find(name)
     given = fields.parse(kind, f"drafter {name!r}", {**(settings or {}), **own, **values})
-    if card is not None:
-        given = {**fields.parse(kind, f"{card.folder / weights.CARD}", card.fields), "checkpoint": name} | given
-    if checkpoint := given.get("checkpoint"):
-        _check_checkpoint(kind, checkpoint)
-    return kind(**given)
+    return kind(**{**saved, **given})
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """The fields of a drafter without settings of its own, and what they are where nothing else is said."""
+    kind, saved = _find(name)
+    return {field.name: saved.get(field.name, field.default) for field in dataclasses.fields(kind) if field.init}
 
 
 def load_rule(spec: str) -> verify.Rule:
@@ -116,6 +106,24 @@ def available() -> dict[str, str]:
     return names | {name: _first_line(_class_of(module)) for name, module in _modules().items()}
 
 
+def _find(name: str) -> tuple[type[Drafter], dict[str, Any]]:
+    """The class that a name, a file or a folder stands for, and the fields that a folder was trained with."""
+    if name == "none":
+        return Nothing, {}
+    if _is_file(name):
+        return files.find_class(name, "drafter", _is_drafter), {}
+    if name in (modules := _modules()):
+        return _class_of(modules[name]), {}
+    if not Path(name).expanduser().is_dir():
+        raise ValueError(
+            f"unknown drafter {name!r}: choose from {', '.join(available())}, or name ./file.py:Class "
+            "or the folder of a trained one"
+        )
+    card = weights.read_card(name)
+    kind = _class_of_card(card)
+    return kind, fields.parse(kind, str(card.folder / weights.CARD), {**card.fields, "checkpoint": name})
+
+
 def _modules() -> dict[str, str]:
     """Modules of drafters by the drafter's name; none of them is imported."""
     found = pkgutil.iter_modules(importlib.import_module(_PACKAGE).__path__)
@@ -132,12 +140,6 @@ def _class_of_card(card: weights.Card) -> type[Drafter]:
     if card.kind not in _modules():
         raise ValueError(f"{card.folder} holds a trained {card.kind!r}, of which this specjax knows nothing")
     return _class_of(_modules()[card.kind])
-
-
-def _check_checkpoint(kind: type[Drafter], checkpoint: str) -> None:
-    """A trained drafter of the right class, unless the drafter opens other things, too."""
-    if weights.has_card(checkpoint) or not kind.opens_models:
-        weights.read_card(checkpoint).check_kind(kind)
 
 
 def _is_file(name: str) -> bool:

@@ -6,7 +6,7 @@ ids = checkpoint.tokenizer().chat("Why is the sky blue?")
 """
 
 from specjax.weights.card import CARD, Card, Fingerprint, has_card, read_card
-from specjax.weights.checkpoint import Checkpoint, DamagedFile, default_dtype
+from specjax.weights.checkpoint import Checkpoint, DamagedFile, default_dtype, outline
 from specjax.weights.native import save
 from specjax.weights.sources import open_checkpoint
 from specjax.weights.trained import hash_params, load_drafter_params, save_drafter
@@ -22,6 +22,7 @@ __all__ = [
     "hash_params",
     "load_drafter_params",
     "open_checkpoint",
+    "outline",
     "read_card",
     "save",
     "save_drafter",

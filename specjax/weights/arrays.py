@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from specjax.types import Params
-from specjax.weights.checkpoint import DamagedFile, Wanted, check_finite, stream
+from specjax.weights.checkpoint import DamagedFile, Wanted, check_finite, flatten, stream
 from specjax.weights.safetensors_file import DTYPES, read_header, read_rows, write
 
 FORMATS = ("safetensors", "orbax")
@@ -28,12 +28,6 @@ class Arrays(Protocol):
 
     def tensors(self, wanted: Wanted) -> Iterator[tuple[str, Array]]:
         """The wanted ones in the wanted dtypes; each is checked to be finite."""
-
-
-def flatten(tree: Params) -> dict[str, Any]:
-    """Leaves by their dotted path: a flat dict comes back with its keys as they were."""
-    leaves, _ = jax.tree.flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def write_arrays(folder: Path, tree: Params, format: str) -> None:

@@ -49,6 +49,11 @@ class Card:
     files: Mapping[str, str]  # SHA-256 of each file of the weights, and of the source
     provenance: Mapping[str, Any]
 
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The card and the files that it names."""
+        return (self.folder / CARD, *(self.folder / name for name in self.files))
+
     def check_kind(self, kind: type) -> None:
         """Refuse a drafter of another class. The source may have changed since: the weights decide whether it fits.
 

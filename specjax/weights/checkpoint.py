@@ -109,11 +109,8 @@ class Checkpoint:
           ValueError: a tensor is missing, left over, of another shape, or not finite; or a file is damaged.
         """
         dtype = jnp.dtype(default_dtype() if dtype is None else dtype)
-        wanted: dict[str, jax.ShapeDtypeStruct] = {}
-        leaves, tree = jax.tree.flatten_with_path(Llama(self.config).shapes())
-        for path, leaf in leaves:
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            wanted[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if leaf.dtype == FP8 else dtype)
+        shapes = outline(self.config, dtype)
+        wanted = flatten(shapes)
         self._check(wanted)
         total = sum(leaf.size * leaf.dtype.itemsize for leaf in wanted.values())
         loaded = {}
@@ -121,7 +118,7 @@ class Checkpoint:
             for name, tensor in self.reader.tensors(wanted):
                 loaded[name] = tensor
                 advance(tensor.nbytes)
-        return jax.tree.unflatten(tree, [loaded[name] for name in wanted])
+        return jax.tree.unflatten(jax.tree.structure(shapes), [loaded[name] for name in wanted])
 
     def _check(self, wanted: Wanted) -> None:
         found = self.reader.shapes()
@@ -134,6 +131,21 @@ class Checkpoint:
         for name in found:
             if name not in wanted:
                 raise ValueError(f"tensor {name} {tuple(found[name])} is no part of the model; {fix}")
+
+
+def outline(config: ModelConfig, dtype: Any) -> Params:
+    """Shapes of a decoder's weights in `dtype`, but for those that are quantised."""
+    wide = jnp.dtype(dtype)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if leaf.dtype == FP8 else wide),
+        Llama(config).shapes(),
+    )
+
+
+def flatten(tree: Params) -> dict[str, Any]:
+    """Leaves by their dotted path: a flat dict comes back with its keys as they were."""
+    leaves, _ = jax.tree.flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def default_dtype() -> Any:

@@ -25,9 +25,9 @@ from specjax.model import ModelConfig
 from specjax.text import Tokenizer
 from specjax.types import Params
 from specjax.weights import native
-from specjax.weights.arrays import flatten, open_arrays, write_arrays
+from specjax.weights.arrays import open_arrays, write_arrays
 from specjax.weights.card import CARD, FORMAT, Fingerprint, name_of, read_card
-from specjax.weights.checkpoint import sha256_of
+from specjax.weights.checkpoint import flatten, sha256_of
 
 
 class HasCheckpoint(Protocol):
@@ -133,7 +133,10 @@ def _wide(dtype: Any) -> bool:
 
 
 def _fields_of(drafter: Any) -> dict[str, Any]:
-    fields = {f.name: getattr(drafter, f.name) for f in dataclasses.fields(drafter) if f.name != "checkpoint"}
+    fields = {field.name: getattr(drafter, field.name) for field in dataclasses.fields(drafter) if field.init}
+    if "checkpoint" not in fields:
+        raise ValueError(f'{type(drafter).__name__} has no field for its folder: declare `checkpoint: str = ""` in it')
+    del fields["checkpoint"]
     for name, value in fields.items():
         if not isinstance(value, bool | int | float | str | tuple | None):
             raise ValueError(f"{name}={value!r} can't be written to a card: save the drafter that is inside")

@@ -113,7 +113,7 @@ def _prepare(args: argparse.Namespace) -> Request:
     needed = max(len(tokens) + args.max_new_tokens, drafter.num_speculative_tokens + 1)
     capacity = min(max(SMALLEST_CAPACITY, capacity_for(needed)), context)
     engine = Engine(subject, drafter, rule=options.load_rule(args))
-    shared = measure.Options(args.max_new_tokens, args.seed, subject.tokenizer.end_ids, sampler)
+    shared = measure.Options(args.max_new_tokens, args.seed, subject.end_ids, sampler)
     return Request(subject, engine, measure.Batch([tokens], [0], capacity, 1), shared)
 
 
@@ -127,6 +127,7 @@ def _compile(request: Request) -> float:
 def _stream(request: Request, state: decode.State, interrupted: threading.Event) -> decode.State:
     """Rounds until the row is done; prints what each one committed."""
     engine, seen = request.engine, len(request.batch.prompts[0])
+    assert request.subject.tokenizer is not None  # load_target has read it
     stream = request.subject.tokenizer.stream()
     while True:
         tokens, length, done = jax.device_get((state.tokens[0], state.length[0], state.done[0]))

@@ -90,7 +90,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         source=source,
         chosen={prompt.question_id: prompt for prompt in chosen},
         tokens=tokens,
-        shared=measure.Options(args.max_new_tokens, args.seed, subject.tokenizer.end_ids, shared_sampler),
+        shared=measure.Options(args.max_new_tokens, args.seed, subject.end_ids, shared_sampler),
         args=args,
     )
 
@@ -119,10 +119,10 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
         "command": ["specjax", *sys.argv[1:]],
         "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "target": {
-            "name": subject.checkpoint.name,
-            "sha256": subject.checkpoint.sha256,
+            "name": subject.fingerprint.name,
+            "sha256": subject.fingerprint.sha256,
             "dtype": subject.dtype,
-            "config": dataclasses.asdict(subject.model.config),
+            "config": dict(subject.fingerprint.config),
         },
         "drafters": {name: repr(drafter) for name, drafter in plan.drafters.items()},
         "drafter_files": {str(path): sha256_of(path) for path in _drafter_files(plan.drafters)},

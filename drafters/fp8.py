@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from specjax import cache
-from specjax.drafter import Drafter, chain_log_probs, draft_chain, read_prompt
+from specjax.drafter import Drafter, chain_log_probs, draft_chain, read_prompt, window_log_probs
 from specjax.model import Llama
 from specjax.model.decoder import FP8
 from specjax.types import Draft, Keys, Model, Params, Seen, Target, Text
@@ -72,9 +72,9 @@ class Fp8(Drafter):
         return Draft(tokens, log_q, filled if shared else target.cache, () if shared else filled)
 
     def log_probs(self, params: Params, text: Text) -> Float[Array, "B P K V"]:
-        """One pass of the quantised layers."""
-        whole = _lay_over(text.params, params)
-        return chain_log_probs(text, self.num_speculative_tokens, self.model(text.model), whole)
+        """One pass of the quantised layers, or a window a draft where the text before it is in the target's cache."""
+        one_pass = window_log_probs if self.kv == "shared" else chain_log_probs
+        return one_pass(text, self.num_speculative_tokens, self.model(text.model), _lay_over(text.params, params))
 
 
 def _quantize_all(tree: Params) -> Params:

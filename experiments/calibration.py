@@ -20,8 +20,8 @@ from typing import Any
 from specjax.experiments import calibration_tables, error_rates
 
 from specjax import decode, plugins
-from specjax.exactness import lab, mutation
-from specjax.exactness.mutants import BLOCK_MUTANTS, CONTROLS, VERIFY_MUTANTS, Mutant
+from specjax.exactness import lab
+from specjax.exactness.mutants import BLOCK_MUTANTS, CONTROLS, VERIFY_MUTANTS, Mutant, score
 from specjax.exactness.sampler import Setting
 from specjax.exactness.subjects import llama_subject
 
@@ -50,19 +50,19 @@ def jobs(seeds: int) -> dict[str, Job]:
         if first < seeds // 2:
             found[f"planted deviation: {name}"] = functools.partial(error_rates.detections, part)
     others = CONTROLS + VERIFY_MUTANTS[: -len(BLOCK_MUTANTS)]
-    parts = [(others[first : first + 10], mutation.SAMPLES) for first in range(0, len(others), 10)]
+    parts = [(others[first : first + 10], score.SAMPLES) for first in range(0, len(others), 10)]
     for part, samples in [*parts, (BLOCK_MUTANTS, lab.SAMPLES)]:  # the block rules' faults are small: all samples
         found[f"mutants: {part[0].name} to {part[-1].name}"] = functools.partial(_panel, part, samples)
-    found["mutants: lying drafters"] = lambda: _plain(mutation.liars())
-    found["mutants: cache and loops"] = lambda: _plain(mutation.others())
+    found["mutants: lying drafters"] = lambda: _plain(score.liars())
+    found["mutants: cache and loops"] = lambda: _plain(score.others())
     return found
 
 
 def _panel(mutants: list[Mutant], samples: int) -> list[dict[str, Any]]:
-    return _plain(mutation.panel(mutants, samples=samples))
+    return _plain(score.panel(mutants, samples=samples))
 
 
-def _plain(rows: list[mutation.Row]) -> list[dict[str, Any]]:
+def _plain(rows: list[score.Row]) -> list[dict[str, Any]]:
     return [dataclasses.asdict(row) for row in rows]
 
 

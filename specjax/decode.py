@@ -115,7 +115,7 @@ def start(
     """
     state = empty(program, params, drafter_params, prompts, cache_dtype=cache_dtype)
     last = jnp.zeros_like(program.model.embed(params, prompts.tokens[:, :1]))
-    taps = program.drafter.tapped_layers
+    taps = program.drafter.tapped_layers(program.model)
     for first in range(0, longest or prompts.tokens.shape[1], PREFILL_CHUNK):
         offset = jnp.asarray(first, jnp.int32)
         cache, last, hidden = read_chunk(program.model, params, prompts, offset, state.cache, last, taps=taps)
@@ -151,7 +151,6 @@ def read_chunk(
     index = prompts.length - 1 - first
     here = (index >= 0) & (index < window.shape[1])
     row = jnp.take_along_axis(out.hidden, jnp.clip(index, 0, window.shape[1] - 1)[:, None, None], 1)
-    assert out.cache is not None
     return out.cache, jnp.where(here[:, None, None], row, last), out.taps
 
 
@@ -220,7 +219,7 @@ def verify_and_commit(program: Program, params: Params, drafter_params: Params, 
     window = lay_out(state, draft, program.model.vocab_size)
     out = program.model.forward(
         params, window.tokens, draft.cache, start,
-        positions=window.positions, mask=window.mask, taps=program.drafter.tapped_layers,
+        positions=window.positions, mask=window.mask, taps=program.drafter.tapped_layers(program.model),
     )  # fmt: skip
     logits = program.model.logits(params, out.hidden)
     log_p = sampling.log_probs(logits, state.sampling)

@@ -59,9 +59,8 @@ class Drafter:
         if self.checkpoint:
             weights.read_card(self.checkpoint).check_kind(type(self))
 
-    @property
-    def tapped_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose outputs `Seen.hidden` and `Text.hidden` hold, counted from 1."""
+    def tapped_layers(self, model: Model) -> tuple[int, ...]:
+        """Layers of the target whose outputs `Seen.hidden` and `Text.hidden` hold: from 1, in ascending order."""
         return ()
 
     @property
@@ -145,9 +144,8 @@ class Wrapper(Drafter):
     def checkpoint(self) -> str:  # type: ignore[override]
         return self.inner.checkpoint
 
-    @property
-    def tapped_layers(self) -> tuple[int, ...]:
-        return self.inner.tapped_layers
+    def tapped_layers(self, model: Model) -> tuple[int, ...]:
+        return self.inner.tapped_layers(model)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -237,6 +235,26 @@ def chain_log_probs(
     return sampling.log_probs(logits, text.sampling).reshape(batch, starts, num_tokens, -1)
 
 
+def window_log_probs(text: Text, num_tokens: int, model: Model, params: Params) -> Float[Array, "B P K V"]:
+    """`Drafter.log_probs` of one that drafts with `draft_chain` on the target's cache, with layers that aren't its own.
+
+    Each draft is a window of its own upon what the target has cached of the text before it; one document a row.
+    """
+    if text.documents is not None:
+        raise ValueError("a drafter on the target's cache takes one document a row: give `Text` without `documents`")
+    batch, length = text.tokens.shape
+    padded = jnp.pad(text.tokens, ((0, 0), (0, num_tokens)))
+    cache = text.model.init_cache(batch, length + num_tokens, jax.tree.leaves(text.params)[0].dtype)
+    cache = text.model.forward(text.params, padded, cache, jnp.zeros((batch,), jnp.int32)).cache
+
+    def draft(start: Int[Array, "B"]) -> Float[Array, "B K V"]:
+        index = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
+        out = model.forward(params, jnp.take_along_axis(padded, index, 1), cache, start)
+        return sampling.log_probs(model.logits(params, out.hidden)[..., : text.model.vocab_size], text.sampling)
+
+    return jnp.swapaxes(jax.lax.map(draft, text.positions.T), 0, 1)
+
+
 def read_prompt(model: Model, params: Params, cache: Cache, seen: Seen) -> Cache:
     """`Drafter.observe` of one that drafts with `draft_chain` on a cache of its own: it reads the prompt as it comes.
 
@@ -244,6 +262,4 @@ def read_prompt(model: Model, params: Params, cache: Cache, seen: Seen) -> Cache
     """
     if seen.verified is not None:
         return cache
-    read = model.forward(params, seen.tokens, cache, seen.start).cache
-    assert read is not None
-    return read
+    return model.forward(params, seen.tokens, cache, seen.start).cache

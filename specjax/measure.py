@@ -20,7 +20,7 @@ import numpy as np
 
 from specjax import decode
 from specjax.engine import Engine, Generation, NotFiniteError
-from specjax.types import Draft, Model, Params, Sampling
+from specjax.types import Cache, Draft, Model, Params, Sampling
 
 T = TypeVar("T")
 
@@ -129,7 +129,7 @@ def _draft(
     """`decode.propose`, donated: caches stay in the state, so that the draft beside it holds none of them."""
     draft = decode.propose(program, params, drafter_params, state)
     state = dataclasses.replace(state, cache=draft.cache, drafter=draft.state)
-    return state, dataclasses.replace(draft, cache=(), state=())
+    return state, dataclasses.replace(draft, cache=Cache(()), state=())
 
 
 @functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("state",))

@@ -39,7 +39,7 @@ class Summary:
     acceptance_length_prompt_mean: float | None  # mean of the prompts' own acceptance lengths
     acceptance_length_quantiles: tuple[float, ...] | None  # of the same, at QUANTILES
     acceptance_rate: float | None  # accepted / drafted
-    overlap: float | None  # alpha = sum of min(p, q), a tested token; `Token` accepts at this rate
+    overlap: float | None  # alpha = sum of min(p, q), a tested token: the rate that an exact rule accepts at
     per_position: tuple[float, ...]  # accepted at a position, of the rounds that reached it
     per_position_marginal: tuple[float, ...]  # accepted at a position, of the rounds that drafted one there
 

@@ -64,7 +64,7 @@ class Forward:
 
     hidden: Float[Array, "B S D"]  # residual stream after the last layer that ran, before the final norm
     taps: tuple[Float[Array, "B S D"], ...]  # residual stream after each layer that was asked for
-    cache: Cache | None  # None where there was none
+    cache: Cache  # without layers where there was none
 
 
 @runtime_checkable

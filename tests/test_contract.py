@@ -1,4 +1,4 @@
-"""The rules of `specjax/drafter.py`, held against every drafter of the repository."""
+"""The rules of `specjax/drafter.py`, held against every drafter of the repository, and against broken ones."""
 
 import ast
 import dataclasses
@@ -11,10 +11,11 @@ import pytest
 import subjects
 from subjects import CAPACITY, run_rows
 
-from specjax import decode, drafter, sampling
-from specjax.drafter import Nothing
+from specjax import decode, drafter, sampling, testing
+from specjax.drafter import Drafter, Nothing, Wrapper
 from specjax.engine import Engine
-from specjax.types import Target
+from specjax.testing import ContractError, check_drafter
+from specjax.types import Draft
 
 K = 3
 ALL = {"none": Nothing(), **subjects.drafters(K)}
@@ -25,23 +26,6 @@ DRAFTERS = Path(__file__).parent.parent / "drafters"
 every_drafter = pytest.mark.parametrize("name", ALL)
 
 
-@pytest.fixture(scope="module", params=ALL)
-def proposal(request, tiny):
-    """A drafter, its weights, a batch some rounds into its text, and its compiled `propose`."""
-    model, params = tiny
-    chosen = ALL[request.param]
-    weights = chosen.params(jax.random.key(0), model, params)
-    done = run_rows(model, params, chosen, weights, PROMPTS, 9, temperature=[1.0, 0.7, 0.0])
-    state = dataclasses.replace(done.state, done=jnp.zeros(3, bool), limit=done.state.limit + 20)
-    propose = jax.jit(decode.propose, static_argnames="program", compiler_options=subjects.QUICK)
-
-    def call(state):
-        with jax.debug_key_reuse(True):  # a key that is consumed twice raises
-            return propose(decode.Program(model, chosen), params, weights, state)
-
-    return chosen, state, call
-
-
 def test_every_drafter_of_the_repository_is_tested():
     files = {name.removesuffix("-shared").removesuffix("-own") for name in ALL}
     assert set(drafter.available()) == files
@@ -49,12 +33,12 @@ def test_every_drafter_of_the_repository_is_tested():
 
 
 @every_drafter
-def test_a_drafter_is_a_frozen_value_equal_to_one_built_again(name):
+def test_a_drafter_keeps_the_contract(tiny, name):
+    check_drafter(ALL[name], target=tiny)
     chosen = ALL[name]
-    again = dataclasses.replace(chosen)
-    assert chosen == again
-    assert hash(chosen) == hash(again)
-    assert all(f"{field.name}=" in repr(chosen) for field in dataclasses.fields(chosen))  # it prints itself in reports
+    assert all(
+        f"{f.name}=" in repr(chosen) for f in dataclasses.fields(chosen) if f.repr
+    )  # it prints itself in reports
     with pytest.raises(dataclasses.FrozenInstanceError):
         chosen.num_speculative_tokens = 5
 
@@ -82,93 +66,126 @@ def test_an_equal_drafter_another_prompt_temperature_limit_or_seed_compiles_noth
     assert subjects.compilations() == sizes
 
 
-@every_drafter
-def test_own_weights_never_hold_the_targets_arrays(tiny, name):
-    model, params = tiny
-    target = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)}
-    own = jax.tree.leaves(ALL[name].params(jax.random.key(0), model, params))
-    assert not target & {leaf.unsafe_buffer_pointer() for leaf in own}
-    assert len({leaf.unsafe_buffer_pointer() for leaf in own}) == len(own)  # so that each can be donated
+@dataclasses.dataclass(frozen=True)
+class Broken(Wrapper):
+    """A drafter with one fault."""
+
+    fault: str = ""
+
+    def params(self, key, model, target_params):
+        return target_params if self.fault == "borrowed weights" else super().params(key, model, target_params)
+
+    def observe(self, params, state, seen):
+        if self.fault == "state in another dtype" and seen.verified is not None:
+            return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state)
+        if self.fault == "reads hidden states beyond count":
+            return state | {"sum": state["sum"] + seen.hidden[0].sum((1, 2))}
+        if self.fault == "forgets a chunk":
+            return state | {"sum": seen.start.astype(jnp.float32)}
+        return super().observe(params, state, seen)
+
+    def init(self, params, model, batch, capacity, dtype):
+        if self.fault in ("reads hidden states beyond count", "forgets a chunk"):
+            return {"sum": jnp.zeros((batch,), jnp.float32)}
+        return super().init(params, model, batch, capacity, dtype)
+
+    def tapped_layers(self, model):
+        return (1,) if self.fault == "reads hidden states beyond count" else ()
+
+    def propose(self, keys, params, state, target):
+        if self.fault in ("reads hidden states beyond count", "forgets a chunk"):
+            return dataclasses.replace(testing.Silent(2).propose(keys, params, (), target), state=state)
+        if self.fault == "reads a token ahead":
+            ahead = jnp.take_along_axis(target.tokens, target.length[:, None] + jnp.arange(2)[None], 1)
+            return Draft(ahead, None, target.cache, state)
+        if self.fault == "looks at its neighbours":
+            return Draft(jnp.broadcast_to(target.tokens[:1, :1], (3, 2)), None, target.cache, state)
+        draft = super().propose(keys, params, state, target)
+        if self.fault == "writes a committed slot":
+            layers = jax.tree.map(lambda leaf: leaf.at[:, :, 0].set(0), draft.cache)
+            return dataclasses.replace(draft, cache=layers)
+        if self.fault == "draws from another law":
+            hot = sampling.log_probs(3 * draft.log_q, target.sampling)
+            return dataclasses.replace(draft, log_q=hot)
+        if self.fault == "does not add up":
+            return dataclasses.replace(draft, log_q=draft.log_q + 0.1)
+        if self.fault == "counts too many":
+            return dataclasses.replace(draft, count=jnp.full((3,), 3, jnp.int32))
+        if self.fault == "wrong dtype":
+            return dataclasses.replace(draft, log_q=draft.log_q.astype(jnp.bfloat16))
+        return draft
+
+    def log_probs(self, params, text):
+        if self.fault == "trains on other positions":
+            return super().log_probs(params, dataclasses.replace(text, positions=text.positions - 1))
+        return super().log_probs(params, text)
 
 
-def test_the_state_keeps_its_tree_shapes_dtypes_and_weak_types(proposal):
-    chosen, state, call = proposal
-    before = (state.drafter, state.cache)
-
-    def either(old, new):
-        return jax.lax.cond(True, lambda: old, lambda: new)
-
-    draft = call(state)
-    jax.eval_shape(either, before, (draft.state, draft.cache))  # a trace-time error if they differ
-    weak = [leaf.weak_type for leaf in jax.tree.leaves(draft)]
-    assert not any(weak)
-
-
-def test_a_draft_has_the_declared_width_a_count_within_it_and_laws_in_float32(proposal):
-    chosen, state, call = proposal
-    draft = call(state)
-    assert draft.tokens.shape == (3, chosen.num_speculative_tokens)
-    assert draft.tokens.dtype == draft.count.dtype == jnp.int32
-    assert ((draft.count >= 0) & (draft.count <= chosen.num_speculative_tokens)).all()
-    if draft.log_q is not None:
-        assert draft.log_q.dtype == jnp.float32
-        np.testing.assert_allclose(np.exp(draft.log_q).sum(-1), 1, rtol=1e-5)
+FAULTS = {
+    "borrowed weights": "has no array of the target among its weights",
+    "state in another dtype": "keeps shapes, dtypes and weak types in `observe`",
+    "reads hidden states beyond count": "does not read what is not real of `seen`",
+    "forgets a chunk": "learns the same from a prompt in chunks",
+    "reads a token ahead": "does not read tokens at and beyond `length`",
+    "looks at its neighbours": "drafts for a row whatever the others are",
+    "writes a committed slot": "writes only scratch of the target's cache",
+    "draws from another law": "draws from the `log_q` that it reports",
+    "does not add up": "reports probabilities that add up to 1",
+    "counts too many": "counts 0 to 2 tokens",
+    "wrong dtype": r"returns log_q as float32\[3, 2, 29\]",
+    "trains on other positions": "has one arithmetic for `log_probs` and `propose`",
+}
 
 
-def test_only_committed_tokens_and_slots_are_read(proposal):
-    """Everything beyond the text turns to garbage, and nothing changes."""
-    _, state, call = proposal
-    slot = np.arange(CAPACITY)[None]
-    stale = jnp.asarray(slot >= np.asarray(state.length)[:, None] - 1)[:, None, :, None]
-    older = jnp.asarray(slot >= np.asarray(state.length)[:, None] - 2)[:, None, :, None]  # fed again by the drafter
-    poisoned = dataclasses.replace(
-        state,
-        tokens=jnp.where(slot < state.length[:, None], state.tokens, 7),
-        cache=jax.tree.map(lambda leaf: jnp.where(stale, 1e4, leaf), state.cache),
-        drafter=jax.tree.map(lambda leaf: jnp.where(older, 1e4, leaf), state.drafter),
-    )
-    clean, draft = call(state), call(poisoned)
-    real = np.arange(clean.tokens.shape[1])[None] < np.asarray(clean.count)[:, None]
-    np.testing.assert_array_equal(draft.count, clean.count)
-    np.testing.assert_array_equal(np.where(real, draft.tokens, 0), np.where(real, clean.tokens, 0))
-    if clean.log_q is not None:
-        np.testing.assert_array_equal(draft.log_q, clean.log_q)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_drafter_is_told_which_rule_it_breaks(tiny, fault, monkeypatch):
+    subjects.compile_quickly(monkeypatch)
+    with pytest.raises(ContractError, match=f"Broken breaks a rule of drafters: it {FAULTS[fault]}"):
+        check_drafter(Broken(inner=testing.Self(2), fault=fault), target=tiny)
 
 
-def test_only_scratch_slots_are_written(proposal):
-    """The target's cache below length - 1, and the drafter's own below length - 2, keep their bits."""
-    _, state, call = proposal
-    draft = call(state)
-    for kept, before, after in ((1, state.cache, draft.cache), (2, state.drafter, draft.state)):
-        for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-            for row, length in enumerate(np.asarray(state.length)):
-                np.testing.assert_array_equal(old[row, :, : length - kept], new[row, :, : length - kept])
+def test_a_drafter_that_is_not_a_value_is_told_so(tiny):
+    class Closure(testing.Silent):
+        __hash__ = None
+
+    with pytest.raises(ContractError, match="is a frozen, hashable dataclass"):
+        check_drafter(Closure(), target=tiny)
 
 
-def test_log_q_is_the_law_that_the_tokens_were_drawn_from(proposal):
-    """Two thousand drafts: the favourite of each reported law is drawn as often as it says, filters included."""
-    chosen, state, call = proposal
-    state = dataclasses.replace(
-        state, sampling=sampling.make_sampling(3, [1.0, 0.7, 0.0], top_k=[0, 4, 0], top_p=[0.9, 1.0, 1.0])
-    )
-    surprise = variance = hits = 0
-    for seed in range(700 if chosen.num_speculative_tokens else 1):
-        draft = call(dataclasses.replace(state, keys=sampling.row_keys(seed, range(3))))
-        if draft.log_q is None:  # a point mass: the very same draft whatever the key
-            return np.testing.assert_array_equal(draft.tokens, call(state).tokens)
-        q = np.exp(np.asarray(draft.log_q, np.float64))
-        drawn = np.take_along_axis(q, np.asarray(draft.tokens)[..., None], -1)[..., 0]
-        assert (drawn > 0).all()
-        np.testing.assert_allclose(drawn[2], 1, rtol=1e-6)  # temperature 0: certain of the token
-        assert (np.count_nonzero(q[1], axis=-1) <= 4).all()
-        favourite = q.argmax(-1)
-        share = q.max(-1)
-        hit = np.asarray(draft.tokens) == favourite
-        hits += hit[:2].sum()
-        surprise += (hit - share)[:2].sum()
-        variance += (share * (1 - share))[:2].sum()
-    assert variance > 100
-    assert abs(surprise) < 4 * np.sqrt(variance)
+def test_any_state_passes_that_is_declared(tiny):
+    """Integers of an automaton have no slots: all of them are kept, none is scratch."""
+
+    @dataclasses.dataclass(frozen=True)
+    class LastSeen(Drafter):
+        """Follows each token with what last followed it."""
+
+        num_speculative_tokens: int = 2
+
+        def init(self, params, model, batch, capacity, dtype):
+            return {
+                "next": jnp.full((batch, model.vocab_size), -1, jnp.int32),
+                "last": jnp.full((batch,), -1, jnp.int32),
+            }
+
+        def observe(self, params, state, seen):
+            def read(state, column):
+                token, real = column
+                known = real & (state["last"] >= 0)
+                at = jnp.where(known, state["last"], state["next"].shape[1])
+                successors = state["next"].at[jnp.arange(len(token)), at].set(token, mode="drop")
+                return {"next": successors, "last": jnp.where(real, token, state["last"])}, None
+
+            real = jnp.arange(seen.tokens.shape[1])[None] < seen.count[:, None]
+            return jax.lax.scan(read, state, (seen.tokens.T, real.T))[0]
+
+        def propose(self, keys, params, state, target):
+            token = jnp.take_along_axis(target.tokens, target.length[:, None] - 1, 1)[:, 0]
+            first = jnp.take_along_axis(state["next"], token[:, None], 1)
+            second = jnp.take_along_axis(state["next"], jnp.maximum(first, 0), 1)
+            count = jnp.where(first[:, 0] < 0, 0, jnp.where(second[:, 0] < 0, 1, 2)).astype(jnp.int32)
+            return Draft(jnp.concatenate([first, second], 1), None, target.cache, state, count)
+
+    check_drafter(LastSeen(), target=tiny)
 
 
 @pytest.mark.parametrize("path", sorted(DRAFTERS.glob("[!_]*.py")), ids=lambda p: p.stem)
@@ -192,7 +209,7 @@ def test_draft_acceptance_and_further_token_have_keys_of_their_own(tiny, monkeyp
         sampling, "uniforms", lambda keys, n: (seen.update(accept=jax.random.key_data(keys)), uniforms(keys, n))[1]
     )
     monkeypatch.setattr(
-        sampling, "draw", lambda keys, law: (seen.update(extra=jax.random.key_data(keys)), draw(keys, law))[1]
+        sampling, "draw", lambda keys, law: (seen.update(bonus=jax.random.key_data(keys)), draw(keys, law))[1]
     )
     state = subjects.start_rows(model, params, Nothing(), (), PROMPTS, 9)
 
@@ -219,8 +236,3 @@ def test_the_shipped_engine_gives_the_plain_text_twice_and_hands_out_fresh_buffe
         assert [g.tokens for g in got] == [text[:20] for _, text in chosen]
         assert all(g.finish == "length" for g in got)
     assert all(not leaf.is_deleted() for leaf in jax.tree.leaves((engine.params, engine.drafter_params)))
-
-
-def test_a_target_shows_a_drafter_what_the_types_say(tiny):
-    fields = [field.name for field in dataclasses.fields(Target)]
-    assert fields == ["model", "params", "cache", "tokens", "length", "hidden", "sampling"]

@@ -6,7 +6,8 @@ import pytest
 from specjax.experiments import calibration, error_rates
 
 from specjax import decode, drafter, verify
-from specjax.exactness import gate, identity, lab, mutants, mutation
+from specjax.exactness import gate, identity, lab
+from specjax.exactness.mutants import CONTROLS, VERIFY_MUTANTS, rules, score
 from specjax.exactness.sampler import Setting
 from specjax.exactness.subjects import dirichlet_laws, instances, llama_subject
 
@@ -39,7 +40,7 @@ def test_match_keeps_the_law_and_accepts_less(p, q, acceptance):
 
 @pytest.mark.parametrize(("p", "q", "wrong"), [(*F3, [0.05, 0.7125, 0.2375]), (*F4, [0.42, 0.04, 0.27, 0.27])])
 def test_match_is_biased_only_if_a_mismatch_draws_from_the_residual(p, q, wrong):
-    law, _ = one_step(p, chain(q), mutants.FAULTY_RULES[8])
+    law, _ = one_step(p, chain(q), rules.FAULTY_RULES[8])
     np.testing.assert_allclose(law, wrong, atol=1e-9)
 
 
@@ -53,7 +54,7 @@ def test_match_is_biased_only_if_a_mismatch_draws_from_the_residual(p, q, wrong)
     ],
 )
 def test_faulty_rules_have_their_known_wrong_laws(number, f3, f4):
-    rule = mutants.FAULTY_RULES[number]
+    rule = rules.FAULTY_RULES[number]
     np.testing.assert_allclose(one_step(F3[0], chain(F3[1]), rule)[0], f3, atol=1e-3)
     np.testing.assert_allclose(one_step(F4[0], chain(F4[1]), rule)[0], f4, atol=1e-3)
 
@@ -155,18 +156,18 @@ def test_every_drafter_has_the_enumerated_law_in_mixed_batches_of_ragged_prompts
 
 
 TWO = (Setting(1.0, weight=3), Setting(0.7, top_p=0.8))
-RIGHT = [mutant.name for mutant in mutants.CONTROLS]
-WRONG = ["RedrawFromP", "SoftmaxResidual", "AbsoluteResidual", "NoUniform", "OneHotResidualOfQ", "shared_uniform",
-         "acceptance_noise_reused", "draft_noise_reused", "draft_uniform_reused",
-         "extra_from_residual", "extra_from_draft", "extra_from_previous_row", "residual_next_row", "row_of_p_off",
-         "row_of_q_off", "residual_not_normalised", "block rule with break"]  # fmt: skip
+RIGHT = [mutant.name for mutant in CONTROLS]
+WRONG = ["RedrawFromP", "SoftmaxResidual", "AbsoluteResidual", "NoUniform", "OneHotResidualOfQ", "SharedUniform",
+         "AcceptanceNoiseReused", "DraftNoiseReused", "DraftUniformReused",
+         "BonusFromResidual", "BonusFromDraft", "BonusFromPreviousRow", "ResidualNextRow", "RowOfPOff",
+         "RowOfQOff", "ResidualNotNormalised", "BlockWithBreak"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def panel():
-    chosen = [mutant for mutant in mutants.CONTROLS + mutants.VERIFY_MUTANTS if mutant.name in {*RIGHT, *WRONG}]
+    chosen = [mutant for mutant in CONTROLS + VERIFY_MUTANTS if mutant.name in {*RIGHT, *WRONG}]
     options = {"pairs": instances(3), "settings": TWO, "samples": 1 << 14, "with_gate": False}
-    return {row.name: row for row in mutation.panel(chosen, **options)}
+    return {row.name: row for row in score.panel(chosen, **options)}
 
 
 def test_the_lab_rejects_mutants_and_no_exact_rule(panel):
@@ -176,11 +177,11 @@ def test_the_lab_rejects_mutants_and_no_exact_rule(panel):
 
 @pytest.mark.parametrize("name", ["StaleCache", "late_end"])
 def test_the_lab_rejects_faults_outside_of_verification(name):
-    assert mutation.others(settings=TWO, samples=1 << 14, names=[name])[0].killed_by
+    assert score.others(settings=TWO, samples=1 << 14, names=[name])[0].killed_by
 
 
 def test_the_lab_rejects_every_drafter_that_lies():
-    rows = mutation.liars(pairs=instances(3), settings=TWO, samples=1 << 15)
+    rows = score.liars(pairs=instances(3), settings=TWO, samples=1 << 15)
     assert [row.name for row in rows if not row.killed_by] == []
 
 
@@ -197,4 +198,4 @@ def test_accepted_drafts_agree_with_their_closed_form(panel):
 
 
 def test_the_joint_test_sees_a_shared_uniform(panel):
-    assert "joint" in panel["shared_uniform"].killed_by
+    assert "joint" in panel["SharedUniform"].killed_by

@@ -1,6 +1,5 @@
 """The lab itself: verdicts, errors, error rates, rules by name, and targets that can't be enumerated."""
 
-import argparse
 import json
 from dataclasses import dataclass, replace
 
@@ -10,7 +9,7 @@ import pytest
 from scipy.stats import binom
 from specjax.experiments import calibration, calibration_tables, error_rates
 
-from specjax import decode, testing, verify
+from specjax import cli, decode, plugins, testing, verify
 from specjax.exactness import (
     EProcess,
     NotEnumerableError,
@@ -18,16 +17,17 @@ from specjax.exactness import (
     assert_exact,
     check,
     check_large,
-    cli,
     compatibility,
     identity,
     lab,
     large,
-    mutants,
     oracle,
     statistics,
 )
-from specjax.exactness.faulty_rules import AlwaysAccept, NotStrict, RedrawFromP, SmallEpsilonInRatio
+from specjax.exactness.mutants import VERIFY_MUTANTS
+from specjax.exactness.mutants.blocks import BlockTokenResidual, BlockWithBreak
+from specjax.exactness.mutants.rules import AlwaysAccept, NotStrict, RedrawFromP, SmallEpsilonInRatio
+from specjax.exactness.mutants.verifiers import BonusFromDraft, RowZeroUniform, SharedUniform
 from specjax.exactness.subjects import instances, llama_subject
 
 PLAIN = (Setting(1.0),)
@@ -51,7 +51,7 @@ class Mine(Drafter):
         log_q = jax.nn.log_softmax(drawn)
         token = sampling.draw(sampling.fold(keys, 99), log_q)
         told = jnp.full_like(log_q, -jnp.log(vocab)) if self.lies else log_q
-        return Draft(token[:, None], told[:, None], jnp.ones_like(target.length), target.cache, state)
+        return Draft(token[:, None], told[:, None], target.cache, state)
 
 @dataclass(frozen=True)
 class Liar(Mine):
@@ -111,21 +111,100 @@ def test_only_the_program_s_own_rules_count_as_proven():
 
     assert verify.is_exact(verify.Token())
     assert verify.is_exact(verify.Match())
+    assert verify.is_exact(verify.Block())
     assert not any(verify.is_exact(rule) for rule in (Mine(), verify.Typical(), verify.Lenient(1.0)))
     assert compatibility.is_approximate(verify.Lenient(1.0))
 
 
-@pytest.mark.parametrize("rule", [NotStrict(), SmallEpsilonInRatio(), verify.Lenient(0.99)])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        NotStrict(),
+        SmallEpsilonInRatio(),
+        verify.Lenient(0.99),
+        BonusFromDraft(),
+        BlockWithBreak(),
+        BlockTokenResidual(),
+    ],
+    ids=str,
+)
 def test_the_gate_rejects_what_no_affordable_sample_shows(rule):
     assert any(result.adjusted == 0 for result in identity.check_rule(rule)[1])
 
 
-@pytest.mark.parametrize("rule", [verify.Token(), verify.Match()])
+@pytest.mark.parametrize("rule", [verify.Token(), verify.Match(), verify.Block()], ids=str)
 def test_the_gate_accepts_the_exact_rules(rule):
     differences, results = identity.check_rule(rule)
     assert differences["float64"] < 1e-12
     assert differences["float32"] < 1e-6
     assert all(result.adjusted == 1 for result in results)
+
+
+@pytest.mark.parametrize("rule", [SharedUniform(), RowZeroUniform()], ids=str)
+def test_the_gate_does_not_speak_for_a_rule_whose_randomness_is_its_own(rule):
+    assert identity.check_rule(rule) == ({}, ())
+
+
+RULES = '''
+from dataclasses import dataclass, replace
+import jax.numpy as jnp
+from specjax import sampling
+from specjax.verify import EXACT, Token
+
+@dataclass(frozen=True)
+class Mine(Token):
+    """accepts as token does, and claims to be exact"""
+    exact: bool = True
+
+@dataclass(frozen=True)
+class Plain:
+    """accepts nothing"""
+    biased: bool = False
+
+    def verify(self, keys, log_p, draft, live):
+        verdict = Token().decide(log_p, draft, jnp.zeros_like(live), jnp.zeros(live.shape))
+        sharper = jnp.log(verdict.probs) * (1.3 if self.biased else 1.0)
+        return replace(verdict, bonus=sampling.draw(sampling.fold(keys, sampling.BONUS), sharper))
+'''
+
+
+def test_a_rule_of_ones_own_is_tested_and_never_called_proven(tmp_path):
+    path = tmp_path / "rules.py"
+    path.write_text(RULES)
+    mine = assert_exact(RIGHT, rule=plugins.load_rule(f"{path}:Mine"), **QUICK)
+    assert (mine.passed, mine.proven) == (True, False)
+    assert mine.gate["float64"] < 1e-12
+    plain = check(RIGHT, rule=plugins.load_rule(f"{path}:Plain"), **QUICK)
+    assert (plain.passed, plain.proven, plain.gate) == (True, False, {})
+    assert "enumeration not applicable" in str(plain)
+    assert check(RIGHT, rule=plugins.load_rule(f"{path}:Plain:biased=true"), **QUICK).verdict == "FAIL"
+    with pytest.raises(ValueError, match=r"defines 2 rules \(Mine, Plain\): name one"):
+        plugins.load_rule(str(path))
+
+
+def test_rules_are_named_with_their_fields():
+    assert plugins.load_rule("lenient:lenience=0.95") == verify.Lenient(0.95)
+    assert plugins.load_rule("typical:epsilon=0.2,delta=0.1") == verify.Typical(0.2, 0.1)
+    assert [plugins.load_rule(name) for name in verify.RULES] == [kind() for kind in verify.RULES.values()]
+    with pytest.raises(ValueError, match=r"lenience=2\.0: must be in"):
+        plugins.load_rule("lenient:lenience=2")
+    with pytest.raises(ValueError, match="no field 'lenience'"):
+        plugins.load_rule("token:lenience=0.9")
+
+
+@dataclass(frozen=True)
+class Scalar(verify.Token):
+    """Its bonus is one for all rows."""
+
+    def verify(self, keys, log_p, draft, live):
+        verdict = super().verify(keys, log_p, draft, live)
+        return replace(verdict, bonus=verdict.bonus[0])
+
+
+@pytest.mark.parametrize(("rule", "message"), [(object(), "lacks verify"), (Scalar(), "verdict's bonus is")], ids=str)
+def test_a_rule_that_breaks_the_interface_is_refused_by_name(rule, message):
+    with pytest.raises(ValueError, match=message):
+        check(RIGHT, rule=rule, **QUICK)
 
 
 def test_bad_input_is_refused_with_the_fix():
@@ -139,17 +218,15 @@ def test_bad_input_is_refused_with_the_fix():
         check(RIGHT, target="smollm2-135m")
     with pytest.raises(NotEnumerableError, match="check_large"):
         oracle.check_enumerable(49152, 3)
-    with pytest.raises(ValueError, match="one of token, match, typical, lenient"):
-        cli.load_rule("exactly")
+    with pytest.raises(ValueError, match="one of token, match, block, typical, lenient"):
+        plugins.load_rule("exactly")
 
 
 def test_the_command_line_prints_the_verdict_and_returns_it(capsys, report):
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
-    args = parser.parse_args(["--drafter", "none", "--target", "llama", "--temperature", "0", "--samples", "4096"])
-    assert cli.run(args) == 0
+    options = ["--drafter", "none", "--target", "llama", "--temperature", "0", "--samples", "4096"]
+    assert cli.main(["exactness", *options]) == 0
     assert "PASS" in capsys.readouterr().out
-    assert cli.run(parser.parse_args(["--drafter", "none", "--rule", "nothing"])) == 2
+    assert cli.main(["exactness", "--drafter", "none", "--rule", "nothing"]) == 2
     assert "must be one of" in capsys.readouterr().err
 
 
@@ -218,7 +295,7 @@ class Noisy(testing.Self):
     num_speculative_tokens: int = 3
     lies: bool = False
 
-    def params(self, key, model, target_params):
+    def init_params(self, key, model, target_params):
         table = target_params["table"]
         return {"table": table + jax.random.normal(key, table.shape)}
 
@@ -253,7 +330,7 @@ def test_the_transform_rejects_faults_of_acceptance_of_the_residual_and_of_the_d
 
 
 def test_every_mutant_has_a_name_and_a_line():
-    found = mutants.VERIFY_MUTANTS
+    found = VERIFY_MUTANTS
     assert len({mutant.name for mutant in found}) == len(found) == 36
     assert all(mutant.fault for mutant in found)
 

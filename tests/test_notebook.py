@@ -63,15 +63,14 @@ def test_the_tokenizers_end_ids_end_a_text_unless_others_are_given(target):
 
 
 def test_a_stream_yields_what_generate_returns(target, out):
-    stream = specjax.Engine(target, "ngram").stream(PROMPT, max_new_tokens=24, temperature=0.7, seed=0)
-    seen = []
-    while True:
-        try:
-            seen += next(stream)
-        except StopIteration as end:
-            assert end.value.tokens == seen == out[0].tokens
-            assert end.value.text == out[0].text
-            break
+    def pieces():
+        got = yield from engine.stream(PROMPT, max_new_tokens=24, temperature=0.7, seed=0)
+        whole.append(got)
+
+    engine, whole = specjax.Engine(target, "ngram"), []
+    seen = [token for piece in pieces() for token in piece]
+    assert seen == whole[0].tokens == out[0].tokens
+    assert whole[0].text == out[0].text
 
 
 def test_settings_of_sampling_are_one_for_all_or_one_a_row(target):
@@ -134,7 +133,7 @@ def test_importing_specjax_waits_for_nothing():
         "import sys, specjax; print('jax' in sys.modules, specjax.__version__, specjax.Draft.__name__, dir(specjax))"
     )
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert shown.startswith("False 0.1.0 Draft")
+    assert shown.startswith("False 0.1.0 <class 'specjax.types.Draft'>")
     assert "load_target" in shown
 
 

@@ -233,7 +233,7 @@ def test_rows_rounds_roles_and_positions_never_share_a_key():
     seen = set()
     rows = keys_of(50)
     for turn in range(8):
-        for role in (sampling.DRAFT, sampling.ACCEPT, sampling.EXTRA):
+        for role in (sampling.DRAFT, sampling.ACCEPT, sampling.BONUS):
             keys = sampling.fold(sampling.fold(rows, turn), role)
             for position in [keys, *(sampling.fold(keys, i) for i in range(4))]:
                 seen |= {tuple(k) for k in np.asarray(jax.random.key_data(position)).tolist()}

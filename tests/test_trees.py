@@ -25,8 +25,7 @@ class TreeOracle(Drafter):
     depth: int = 2
     taps: tuple[int, ...] = ()
 
-    @property
-    def tapped_layers(self):
+    def tapped_layers(self, model):
         return self.taps
 
     def init(self, params, model, batch, capacity, dtype):

@@ -13,7 +13,7 @@ import pytest
 from subjects import QUICK
 
 from specjax import sampling, verify
-from specjax.types import Draft
+from specjax.types import Cache, Draft
 from specjax.verify import Token, is_exact
 
 ROWS = 200_000
@@ -45,25 +45,27 @@ def rows_of(law, rows=ROWS):
 def chain(tokens, log_q, parents=None, depth=None):
     tokens = jnp.asarray(tokens, jnp.int32)
     parents = None if parents is None else jnp.broadcast_to(jnp.asarray(parents, jnp.int32), tokens.shape)
-    return Draft(tokens, log_q, jnp.full(tokens.shape[0], tokens.shape[1]), (), (), parents, depth)
+    return Draft(tokens, log_q, Cache(()), (), parents=parents, depth=depth)
 
 
 @functools.partial(jax.jit, static_argnames="rule", compiler_options=QUICK)
 def verified(rule, keys, log_p, draft, live):
-    return verify.verify(rule, keys, log_p, draft, live)
+    return rule.verify(keys, log_p, draft, live)
 
 
-walk = jax.jit(verify.walk, static_argnums=0, compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+def decide(rule, log_p, draft, live, u):
+    return rule.decide(log_p, draft, live, u)
 
 
 def emit(log_p, draft, seed=0, rule=None):
     """First emitted token of each row, and which rows accepted a draft."""
     rows, nodes = draft.tokens.shape
-    verdict, extra = verified(
+    verdict = verified(
         rule or Token(), sampling.row_keys(seed, range(rows)), log_p, draft, jnp.ones((rows, nodes), bool)
     )
     first = jnp.take_along_axis(draft.tokens, jnp.maximum(verdict.path[:, :1], 0), 1)[:, 0]
-    return np.where(verdict.accepted > 0, first, extra), np.asarray(verdict.accepted) > 0
+    return np.where(verdict.accepted > 0, first, verdict.bonus), np.asarray(verdict.accepted) > 0
 
 
 def drafted(q, nodes=1, seed=0):
@@ -135,9 +137,9 @@ def test_acceptance_is_sure_when_draft_and_target_are_equal_whatever_the_uniform
     )
     largest = np.nextafter(np.float32(1), np.float32(0))
     draft = chain(tokens, jnp.log(p[:, :2]))
-    verdict = walk(Token(), jnp.log(jnp.asarray(p)), draft, jnp.ones((4096, 2), bool), jnp.full((4096, 2), largest))
+    verdict = decide(Token(), jnp.log(jnp.asarray(p)), draft, jnp.ones((4096, 2), bool), jnp.full((4096, 2), largest))
     assert (verdict.accepted == 2).all()
-    np.testing.assert_allclose(verdict.law, p[:, 2], rtol=1e-5)
+    np.testing.assert_allclose(verdict.probs, p[:, 2], rtol=1e-5)
     np.testing.assert_allclose(verdict.overlap, 2, rtol=1e-5)
 
 
@@ -145,9 +147,9 @@ def test_acceptance_is_sure_when_draft_and_target_are_equal_whatever_the_uniform
 def test_a_token_that_the_target_excludes_is_never_accepted_even_when_the_uniform_is_zero(q):
     p = [0.5, 0.0, 0.5]
     draft = chain(np.ones((1, 1)), None if q is None else rows_of([q], 1))
-    verdict = walk(Token(), rows_of([p, p], 1), draft, jnp.ones((1, 1), bool), jnp.zeros((1, 1)))
+    verdict = decide(Token(), rows_of([p, p], 1), draft, jnp.ones((1, 1), bool), jnp.zeros((1, 1)))
     assert verdict.accepted[0] == 0
-    assert verdict.law[0, 1] == 0
+    assert verdict.probs[0, 1] == 0
     tokens, accepted = emit(rows_of([p, p]), chain(np.ones((ROWS, 1)), None))
     assert not accepted.any()
     assert (tokens != 1).all()
@@ -155,7 +157,7 @@ def test_a_token_that_the_target_excludes_is_never_accepted_even_when_the_unifor
 
 def test_a_uniform_of_zero_accepts_whatever_the_target_allows():
     p, q = F3
-    verdict = walk(
+    verdict = decide(
         Token(), rows_of([p, p], 1), chain([[0]], rows_of([q], 1)), jnp.ones((1, 1), bool), jnp.zeros((1, 1))
     )
     assert verdict.accepted[0] == 1
@@ -164,7 +166,7 @@ def test_a_uniform_of_zero_accepts_whatever_the_target_allows():
 @pytest.mark.parametrize("u, accepted", [(0.19, 1), (0.21, 0)])  # p/q of token 0 in F3 is .2
 def test_the_comparison_is_between_u_times_q_and_p(u, accepted):
     p, q = F3
-    verdict = walk(
+    verdict = decide(
         Token(), rows_of([p, p], 1), chain([[0]], rows_of([q], 1)), jnp.ones((1, 1), bool), jnp.full((1, 1), u)
     )
     assert verdict.accepted[0] == accepted
@@ -189,10 +191,10 @@ def one_ulp(p):
 def test_an_empty_residual_falls_back_to_the_target_and_nothing_is_nan(p, q, u):
     """A uniform of exactly 1 can't be drawn, but rounding may reject where p = q."""
     for token in range(4):
-        verdict = walk(
+        verdict = decide(
             Token(), rows_of([p, p], 1), chain([[token]], rows_of([q], 1)), jnp.ones((1, 1), bool), jnp.full((1, 1), u)
         )
-        law = np.asarray(verdict.law[0])
+        law = np.asarray(verdict.probs[0])
         assert np.isfinite(law).all()
         np.testing.assert_allclose(law.sum(), 1, atol=1e-5)
         assert (law[np.asarray(p) == 0] == 0).all()
@@ -211,7 +213,7 @@ def test_a_rejection_at_any_position_draws_from_the_residual_of_that_position():
         if a < k:  # rejected only if q(x) > p(x): take a token for which it is
             tokens[a] = int(np.argmax(q[a] - p[a]))
             u[a] = 0.999999
-        verdict = walk(
+        verdict = decide(
             Token(),
             log(p)[None],
             chain(tokens[None], log(q)[None]),
@@ -222,7 +224,7 @@ def test_a_rejection_at_any_position_draws_from_the_residual_of_that_position():
         assert verdict.path[0].tolist() == list(range(a)) + [-1] * (k - a)
         assert verdict.tested[0] == min(a + 1, k)
         rest = np.maximum(p[a] - q[a], 0) if a < k else p[k]
-        np.testing.assert_allclose(verdict.law[0], rest / rest.sum(), atol=1e-6)
+        np.testing.assert_allclose(verdict.probs[0], rest / rest.sum(), atol=1e-6)
         overlap = sum(np.minimum(p[i], q[i]).sum() for i in range(min(a + 1, k)))
         np.testing.assert_allclose(verdict.overlap[0], overlap, rtol=1e-5)
 
@@ -231,9 +233,9 @@ def test_a_node_that_is_not_live_is_as_if_never_proposed():
     p, q = F3
     live = jnp.asarray([[True, False, True]])
     draft = chain([[1, 1, 1]], rows_of([q] * 3, 1))
-    verdict = walk(Token(), rows_of([p, [0.2, 0.3, 0.5], p, p], 1), draft, live, jnp.zeros((1, 3)))
+    verdict = decide(Token(), rows_of([p, [0.2, 0.3, 0.5], p, p], 1), draft, live, jnp.zeros((1, 3)))
     assert verdict.accepted[0] == verdict.tested[0] == 1
-    np.testing.assert_allclose(verdict.law[0], [0.2, 0.3, 0.5], rtol=1e-6)  # p after the accepted one, no residual
+    np.testing.assert_allclose(verdict.probs[0], [0.2, 0.3, 0.5], rtol=1e-6)  # p after the accepted one, no residual
     tokens, _ = emit(rows_of([p, p]), chain(np.zeros((ROWS, 1)), None))
     assert_law(tokens, p)
 
@@ -245,17 +247,17 @@ def test_a_draft_law_of_nans_rejects_and_emits_a_token_of_the_target():
     tokens, accepted = emit(rows_of([p, p]), draft)
     assert not accepted.any()
     assert_law(tokens, p)
-    verdict = verify.walk(verify.Token(), rows_of([p, p]), draft, jnp.ones((ROWS, 1), bool), jnp.zeros((ROWS, 1)))
+    verdict = verify.Token().decide(rows_of([p, p]), draft, jnp.ones((ROWS, 1), bool), jnp.zeros((ROWS, 1)))
     np.testing.assert_array_equal(verdict.overlap, 0)  # a count that was NaN could not be stored
 
 
 def test_an_empty_draft_draws_from_the_target():
     p = F3[0]
     keys = sampling.row_keys(0, range(ROWS))
-    verdict, extra = verified(Token(), keys, rows_of([p]), chain(np.zeros((ROWS, 0)), None), jnp.ones((ROWS, 0), bool))
+    verdict = verified(Token(), keys, rows_of([p]), chain(np.zeros((ROWS, 0)), None), jnp.ones((ROWS, 0), bool))
     assert (verdict.accepted == 0).all()
     assert verdict.path.shape == (ROWS, 0)
-    assert_law(extra, p)
+    assert_law(verdict.bonus, p)
 
 
 def test_rows_of_a_batch_are_verified_alone():
@@ -263,11 +265,11 @@ def test_rows_of_a_batch_are_verified_alone():
     p, q = rng.dirichlet(np.ones(6), (32, 4)), rng.dirichlet(np.ones(6), (32, 3))
     tokens, keys = rng.integers(0, 6, (32, 3)), sampling.row_keys(0, range(32))
     live = jnp.asarray(rng.random((32, 3)) < 0.8)
-    verdict, extra = verified(Token(), keys, log(p), chain(tokens, log(q)), live)
+    verdict = verified(Token(), keys, log(p), chain(tokens, log(q)), live)
     for row in (0, 7, 31):
         part = slice(row, row + 1)
-        alone, token = verified(Token(), keys[part], log(p[part]), chain(tokens[part], log(q[part])), live[part])
-        assert (alone.accepted[0], token[0]) == (verdict.accepted[row], extra[row])
+        alone = verified(Token(), keys[part], log(p[part]), chain(tokens[part], log(q[part])), live[part])
+        assert (alone.accepted[0], alone.bonus[0]) == (verdict.accepted[row], verdict.bonus[row])
         np.testing.assert_array_equal(alone.path[0], verdict.path[row])
 
 
@@ -323,8 +325,8 @@ def test_a_tree_of_width_one_is_the_chain():
         jnp.ones((256, 4), bool),
         jnp.asarray(rng.random((256, 4)), jnp.float32),
     )
-    one = walk(Token(), log(p), chain(tokens, log(q)), live, u)
-    two = walk(Token(), log(p), chain(tokens, log(q), (-1, 0, 1, 2), 4), live, u)
+    one = decide(Token(), log(p), chain(tokens, log(q)), live, u)
+    two = decide(Token(), log(p), chain(tokens, log(q), (-1, 0, 1, 2), 4), live, u)
     jax.tree.map(np.testing.assert_array_equal, one, two)
     assert len(set(np.asarray(one.accepted).tolist())) >= 4
 
@@ -334,9 +336,9 @@ def test_the_second_branch_is_walked_to_its_leaf():
     want = np.eye(5)
     log_p = log([want[1], want[4], want[3], want[4], want[2]])[None]  # after: pending, node 0, node 1, node 2, node 3
     draft = chain([[0, 1, 2, 3]], None, (-1, -1, 0, 1), 2)
-    verdict = walk(Token(), log_p, draft, jnp.ones((1, 4), bool), jnp.full((1, 4), 0.5))
+    verdict = decide(Token(), log_p, draft, jnp.ones((1, 4), bool), jnp.full((1, 4), 0.5))
     assert verdict.path[0].tolist() == [1, 3]
-    np.testing.assert_array_equal(verdict.law[0], want[2])
+    np.testing.assert_array_equal(verdict.probs[0], want[2])
     assert verdict.tested[0] == 3  # both roots, and the one child of the accepted
 
 

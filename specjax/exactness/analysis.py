@@ -80,7 +80,7 @@ def _guess(position: int, joint: Joint, impossible: bool, tests: set[str]) -> st
             "that is not the one drawn from, noise used twice, an epsilon or lenience in the ratio"
         )
     return (
-        "a fault that the first draft does not show: one uniform for all positions, the further token from the draft "
+        "a fault that the first draft does not show: one uniform for all positions, the bonus token from the draft "
         "or another row, rows of p or q off by one, stale cache slots after a rejection, a wrong block residual"
     )
 

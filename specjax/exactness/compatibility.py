@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from specjax import decode, sampling, verify
 from specjax.drafter import Drafter
 from specjax.exactness.subjects import Subject
+from specjax.types import Cache, Draft, Prompts, Verdict
 
 
 def is_approximate(rule: verify.Rule) -> bool:
@@ -33,10 +35,9 @@ def outline(program: decode.Program, subject: Subject, slots: int = 16) -> tuple
     def propose(key: Any, params: Any) -> tuple[Any, Any]:
         own = program.drafter.params(key, subject.model, params)
         tokens, length = jnp.zeros((2, slots), jnp.int32), jnp.full((2,), 2, jnp.int32)
-        state = decode.start(
-            program, params, own, tokens, length, length + 4, jax.random.split(key, 2), jnp.full((1,), -1, jnp.int32),
-            sampling.make_sampling(2), cache_dtype=jnp.float32,
-        )  # fmt: skip
+        ends, keys = jnp.full((1,), -1, jnp.int32), jax.random.split(key, 2)
+        prompts = Prompts(tokens, length, length + 4, keys, ends, sampling.make_sampling(2))
+        state = decode.start(program, params, own, prompts, jnp.float32)
         draft = decode.propose(program, params, own, state)
         return draft.tokens, draft.log_q
 
@@ -73,13 +74,13 @@ def _check_rule(rule: verify.Rule, vocab: int) -> None:
         hash(rule)
     except TypeError as error:
         raise ValueError(f"rule {rule!r} is not hashable: make it a frozen dataclass") from error
-    missing = [name for name in ("accepts", "residual", "point_mass") if getattr(rule, name, None) is None]
-    if missing:
-        raise ValueError(f"rule {rule!r} lacks {', '.join(missing)}: see specjax.verify.Rule")
-    row, law = jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((2, vocab), jnp.float32)
-    accepts = jax.eval_shape(rule.accepts, row, row, row, law)
-    rest = jax.eval_shape(rule.residual, law, law)
-    if accepts.shape != (2,) or accepts.dtype != jnp.bool_:
-        raise ValueError(f"rule {rule!r}: accepts gives {accepts.dtype}{list(accepts.shape)}, must be bool [B]")
-    if rest.shape != law.shape:
-        raise ValueError(f"rule {rule!r}: residual gives {list(rest.shape)}, must be [B, V]")
+    if not isinstance(rule, verify.Rule):
+        raise ValueError(f"rule {rule!r} lacks verify: see specjax.verify.Rule")
+    law, tokens = jnp.zeros((2, 3, vocab)), jnp.zeros((2, 2), jnp.int32)
+    draft = Draft(tokens, law[:, 1:], Cache(()), ())
+    window = (jax.random.split(jax.random.key(0), 2), law, draft, tokens == 0)
+    found, expected = (jax.eval_shape(kind.verify, *window) for kind in (rule, verify.Token()))
+    for field in dataclasses.fields(Verdict):
+        given, must = (getattr(verdict, field.name) for verdict in (found, expected))
+        if (given.shape, given.dtype) != (must.shape, must.dtype):
+            raise ValueError(f"rule {rule!r}: its verdict's {field.name} is {given}, must be {must}")

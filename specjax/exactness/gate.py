@@ -1,6 +1,6 @@
-"""The enumeration gate: the law of the production walk, computed instead of sampled.
+"""The enumeration gate: the law of a rule, computed instead of sampled.
 
-`specjax.verify.walk` runs over every draft and every pattern of acceptances, with uniforms injected on
+The rule's own `decide` runs over every draft and every pattern of acceptances, with uniforms injected on
 both sides of each threshold; the threshold is found by bisection, so that no rule is taken at its word.
 Weighted with the drafts' probabilities and completed by the target, the result must be the target's
 joint law to rounding. It sees what no affordable sample can: a draft drawn in bf16 against a float32 q
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import verify
-from specjax.types import Draft, Verdict
+from specjax.types import Cache, Draft
 
 Law = Callable[[tuple[int, ...]], np.ndarray]
 Outcome = tuple[np.ndarray, np.ndarray, np.ndarray]  # path, accepted, law
@@ -85,19 +85,22 @@ def _elder(draft: tuple[int, ...], parents: tuple[int, ...], node: int) -> tuple
     return tuple(draft[j] for j in range(node) if parents[j] == parents[node])
 
 
+def applies(rule: verify.Rule) -> bool:
+    """Whether `decide` says all of what `rule` does: its `verify` is the one that draws around it."""
+    return isinstance(rule, verify.DecisionRule) and type(rule).verify is verify.DecisionRule.verify
+
+
 def law_of(
-    rule: verify.Rule,
-    p: Law,
-    proposal: Proposal,
-    vocab: int,
-    dtype: str = "float64",
-    walk: Callable[..., Verdict] = verify.walk,
+    rule: verify.DecisionRule, p: Law, proposal: Proposal, vocab: int, dtype: str = "float64"
 ) -> tuple[np.ndarray, float]:
     """The joint law of one round's tokens, completed by the target, and the mean number accepted.
 
     Args:
       p: the target's law after a context.
-      walk: the walk under test; the production one unless a faulty one is to be shown.
+
+    Raises:
+      ValueError: an acceptance that is not decided by a threshold.
+      NotAChainError: a tree, for a rule that takes none.
     """
     nodes = len(proposal.parents)
     grid = _grid(p, proposal, vocab)
@@ -108,8 +111,7 @@ def law_of(
         draft = Draft(
             jnp.asarray(repeat(grid.tokens)),
             None if grid.log_q is None else jnp.asarray(repeat(grid.log_q), dtype),
-            jnp.full((len(patterns) * drafts,), nodes, jnp.int32),
-            cache=(),
+            cache=Cache(()),
             state=(),
             parents=None
             if proposal.parents == tuple(range(-1, nodes - 1))
@@ -118,14 +120,14 @@ def law_of(
         log_p = jnp.asarray(repeat(grid.log_p), dtype)
 
         def run(u: np.ndarray) -> Outcome:
-            return jax.device_get(_walk(walk, rule, log_p, draft, jnp.asarray(u, dtype)))
+            return jax.device_get(_decide(rule, log_p, draft, jnp.asarray(u, dtype)))
 
         chance, (path, accepted, law), monotone = _patterns(
             run, np.tile(patterns, (drafts, 1)), BISECTIONS[dtype], dtype
         )
     if not monotone.all():
         raise ValueError(
-            f"rule {rule!r}: `accepts` must be true exactly for uniforms below some threshold; "
+            f"rule {rule!r}: a node must be accepted exactly for uniforms below some threshold; "
             "write it as u * q < p, so that its law can be computed"
         )
     weight, tokens = repeat(grid.weight) * chance, repeat(grid.tokens)
@@ -140,19 +142,22 @@ def law_of(
     return joint, float(np.sum(weight * accepted))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _walk(walk: Callable[..., Verdict], rule: verify.Rule, log_p: jax.Array, draft: Draft, u: jax.Array) -> Any:
-    verdict = walk(rule, log_p, draft, jnp.ones(draft.tokens.shape, bool), u)
-    return verdict.path, verdict.accepted, verdict.law
+@functools.partial(jax.jit, static_argnums=0)
+def _decide(rule: verify.DecisionRule, log_p: jax.Array, draft: Draft, u: jax.Array) -> Any:
+    verdict = rule.decide(log_p, draft, jnp.ones(draft.tokens.shape, bool), u)
+    return verdict.path, verdict.accepted, verdict.probs
 
 
 def _patterns(
     run: Callable[[np.ndarray], Outcome], wanted: np.ndarray, bisections: int, dtype: str
 ) -> tuple[np.ndarray, Outcome, np.ndarray]:
-    """Probability of each pattern of acceptances, the verdict it leads to, and whether thresholds are thresholds."""
-    rows, nodes = wanted.shape
-    u, chance, monotone = np.zeros(wanted.shape), np.ones(rows), np.ones(rows, bool)
+    """Probability of each pattern of acceptances, the verdict it leads to, and whether thresholds are thresholds.
+
+    Node by node, those behind it failing: a rule that lets a later node decide for an earlier one is seen as it is.
+    """
     almost_one = 1 - float(np.finfo(dtype).epsneg)
+    rows, nodes = wanted.shape
+    u, chance, monotone = np.full(wanted.shape, almost_one), np.ones(rows), np.ones(rows, bool)
 
     for node in range(nodes):
 
@@ -181,8 +186,13 @@ def target_joint(p: Law, vocab: int, length: int, context: tuple[int, ...] = ())
     return np.stack([law[x] * target_joint(p, vocab, length - 1, (*context, x)) for x in range(vocab)])
 
 
-def accepts_impossible(rule: verify.Rule) -> int:
+def accepts_impossible(rule: verify.DecisionRule) -> int:
     """How many drafts of probability 0 are accepted at u = 0, the one value where `<` and `<=` differ."""
-    p = jnp.asarray([[0.0, 0.5, 0.5]], jnp.float32)
-    accepted = [rule.accepts(jnp.zeros(1), p[:, 0], jnp.full((1,), q, jnp.float32), p) for q in (1e-6, 0.3, 1.0)]
-    return int(sum(bool(choice[0]) for choice in accepted))
+    found = 0
+    for q, tokens in itertools.product((1e-6, 0.3, 1.0), ((0,), (0, 1), (1, 0))):
+        log_q = jnp.log(jnp.asarray([[[q, (1 - q) / 2, (1 - q) / 2]] * len(tokens)], jnp.float32))
+        log_p = jnp.log(jnp.asarray([[[0.0, 0.5, 0.5]] * (len(tokens) + 1)], jnp.float32))
+        draft = Draft(jnp.asarray([tokens], jnp.int32), log_q, Cache(()), ())
+        verdict = rule.decide(log_p, draft, jnp.ones((1, len(tokens)), bool), jnp.zeros((1, len(tokens))))
+        found += int(verdict.accepted[0] > tokens.index(0))
+    return found

@@ -28,7 +28,7 @@ from specjax.exactness import compatibility, identity, lab, statistics
 from specjax.exactness.report import APPROXIMATE, FAIL, INCONCLUSIVE, PASS, Case, Report
 from specjax.exactness.sampler import Setting
 from specjax.exactness.statistics import Result
-from specjax.types import Model, Params, Sampling
+from specjax.types import Model, Params, Prompts, Sampling
 
 SETTING = Setting(0.8, top_p=0.95)
 SEQUENCES, NEW_TOKENS, BATCH, BINS, PAIR_BINS, PERMUTATIONS = 48, 24, 16, 16, 5, 9999
@@ -134,12 +134,12 @@ def collect(
         for row, prompt in enumerate(rows):
             tokens[row, : len(prompt)] = prompt
         length = np.array([len(prompt) for prompt in rows], np.int32)
-        state = decode.start(
-            program, params, own, jnp.asarray(tokens), jnp.asarray(length), jnp.asarray(length + new_tokens),
+        batched = Prompts(
+            jnp.asarray(tokens), jnp.asarray(length), jnp.asarray(length + new_tokens),
             sampling.row_keys(seed, range(first, first + batch)), jnp.full((1,), -1, jnp.int32),
             sampling.make_sampling(batch, setting.temperature, setting.top_k, setting.top_p, setting.min_p),
-            cache_dtype=jnp.float32,
         )  # fmt: skip
+        state = decode.start(program, params, own, batched, jnp.float32)
         window = length[:, None] + np.arange(new_tokens)
         if transform:
             state, drafted = _watch(program, params, own, state, jnp.asarray(length), new_tokens)
@@ -177,7 +177,7 @@ def _watch(
     def body(carry: Any) -> Any:
         state, drafted = carry
         draft = decode.propose(program, params, own, state)
-        after = decode.settle(program, params, state, draft)
+        after = decode.verify_and_commit(program, params, own, state, draft)
         emitted = state.length[:, None] + steps < after.length[:, None]
         index = jnp.where(emitted, state.length[:, None] + steps - first[:, None], new_tokens)
         kept = draft.tokens if draft.log_q is None else draft.log_q

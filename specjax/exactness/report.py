@@ -100,6 +100,8 @@ class Report:
         if self.gate:
             worst = ", ".join(f"{name} {value:.1e}" for name, value in self.gate.items())
             lines.append(f"  enumeration largest difference of the rule's law from the target's: {worst}")
+        else:
+            lines.append("  enumeration not applicable: the rule has a `verify` of its own; samples alone speak for it")
         lines.append("  p-values    smallest of each test, after correction:")
         for test in dict.fromkeys(result.test for result in self.results):
             best = min((r for r in self.results if r.test == test), key=lambda r: (r.adjusted, r.p_value))

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int, Key, Num
 
 from specjax import decode, sampling
 from specjax.exactness.subjects import Subject
-from specjax.types import Draft, Params, Sampling
+from specjax.types import Draft, Params, Prompts, Sampling
 
 BATCH = 1 << 10
 """Small: a batch decodes until its slowest row is done, and its arrays should stay in a core's cache."""
@@ -128,10 +128,8 @@ def tally_batch(
 ) -> Tally:
     """Decode `new_tokens` in every row and count."""
     batch = tokens.shape[0]
-    state = decode.start(
-        program, params, drafter_params, tokens, length, length + new_tokens, jax.random.split(key, batch),
-        end_id, sampler, cache_dtype=jnp.float32,
-    )  # fmt: skip
+    prompts = Prompts(tokens, length, length + new_tokens, jax.random.split(key, batch), end_id, sampler)
+    state = decode.start(program, params, drafter_params, prompts, jnp.float32)
     replay = _replay(program, params, drafter_params, state, replays)
     state = loop(program, params, drafter_params, state)
     index = length[:, None] + jnp.arange(new_tokens, dtype=jnp.int32)[None]
@@ -173,7 +171,8 @@ def _compare(draft: Draft, state: decode.State) -> tuple[Array, Array, Array, Ar
     keys = sampling.fold(sampling.fold(state.keys, state.round), sampling.DRAFT)
     laws, steps = jnp.swapaxes(draft.log_q, 0, 1), jnp.arange(nodes, dtype=jnp.int32)
     again = jax.lax.map(lambda node: sampling.draw(sampling.fold(keys, node[0]), node[1]), (steps, laws)).T
-    real = (jnp.arange(nodes, dtype=jnp.int32)[None] < draft.count[:, None]).astype(jnp.float32)
+    count = jnp.full(keys.shape, nodes) if draft.count is None else draft.count
+    real = (jnp.arange(nodes, dtype=jnp.int32)[None] < count[:, None]).astype(jnp.float32)
     chance = jnp.exp(2 * draft.log_q).sum(-1)
     same = (again == draft.tokens).astype(jnp.float32)
     return real, real * same, real * chance, real * chance * (1 - chance)

@@ -62,7 +62,7 @@ class TableDrafter(Drafter):
     order: int = MAX_ORDER
     seed: int = 7
 
-    def params(self, key: Key[Array, ""], model: Model, target_params: Params) -> Params:
+    def init_params(self, key: Key[Array, ""], model: Model, target_params: Params) -> Params:
         """The draft laws of the chosen instance."""
         return table(model.vocab_size - 1, self.order, dirichlet_laws(model.vocab_size - 1, self.order, self.seed)[1])
 
@@ -89,8 +89,7 @@ class TableDrafter(Drafter):
 
         steps = jnp.arange(self.num_speculative_tokens, dtype=jnp.int32)
         _, (tokens, laws) = jax.lax.scan(step, last_tokens(target, self.order), steps)
-        count = jnp.full(target.length.shape, self.num_speculative_tokens, jnp.int32)
-        return Draft(jnp.swapaxes(tokens, 0, 1), jnp.swapaxes(laws, 0, 1), count, target.cache, state)
+        return Draft(jnp.swapaxes(tokens, 0, 1), jnp.swapaxes(laws, 0, 1), target.cache, state)
 
 
 def last_tokens(target: Target, order: int) -> Int[Array, "B O"]:

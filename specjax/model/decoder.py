@@ -251,17 +251,20 @@ class Llama:
             steps = jnp.arange(queries, dtype=start.dtype)
             at = start[:, None] + steps[None] if positions is None else positions
             visible = visible_slots(cache.capacity, start, queries, at, mask, self.config.sliding_window)
+        first, behind = layers or (0, self.num_layers)
+        if not all(first < tap <= behind for tap in taps):
+            raise ValueError(f"taps {taps}: layers {first + 1} to {behind} run, counted from 1")
         rotary = rotary_factors(at[:, -queries:], self.config, x.dtype)
 
-        stored = [None] * self.num_layers if cache is None else list(cache.layers)
+        stored: list[Any] = [None] * self.num_layers if cache is None else list(cache.layers)
         kept = []
-        for index in range(*(layers or (0, self.num_layers))):
+        for index in range(first, behind):
             x, stored[index] = _run_layer(
                 self.config, params["layers"][index], x, stored[index], start, rotary, visible
             )
             if index + 1 in taps:
                 kept.append(x)
-        return Forward(x, tuple(kept), None if cache is None else Cache(tuple(stored)))
+        return Forward(x, tuple(kept), Cache(() if cache is None else tuple(stored)))
 
     def logits(self, params: Params, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Final norm and head, in float32; only real ids have columns."""

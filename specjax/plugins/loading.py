@@ -57,7 +57,7 @@ def settings_of(name: str) -> dict[str, Any]:
 
 
 def load_rule(spec: str) -> verify.Rule:
-    """Build a rule: `token`, `lenient:lenience=0.95`, `./mine.py` or `./mine.py:Mine:FIELD=VALUE,...`.
+    """Build a rule: `block`, `lenient:lenience=0.95`, `./mine.py` or `./mine.py:Mine:FIELD=VALUE,...`.
 
     Raises:
       ValueError: an unknown rule, class or field, with the valid ones; a value of the wrong type.
@@ -69,7 +69,7 @@ def load_rule(spec: str) -> verify.Rule:
     elif name in verify.RULES:
         kind = verify.RULES[name]
     else:
-        raise ValueError(f"unknown rule {name!r}: choose from {', '.join(verify.RULES)}, or name ./file.py:Class")
+        raise ValueError(f"unknown rule {name!r}: must be one of {', '.join(verify.RULES)}, or ./file.py:Class")
     rule: verify.Rule = kind(**fields.parse(kind, f"rule {name!r}", own))
     return rule
 
@@ -151,7 +151,7 @@ def _is_drafter(kind: type) -> bool:
 
 
 def _is_rule(kind: type) -> bool:
-    return callable(getattr(kind, "verify", None)) or callable(getattr(kind, "accepts", None))
+    return issubclass(kind, verify.Rule)
 
 
 def _first_line(kind: type) -> str:

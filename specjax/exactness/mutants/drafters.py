@@ -112,17 +112,20 @@ class StaleTable(TableModel):
     """A table target whose cache keeps what was first written to a slot: rejected drafts stay."""
 
     def forward(
-        self, params: Params, tokens: Int[Array, "B S"], cache: Cache, start: Int[Array, "B"], **options: Any
+        self, params: Params, inputs: Array, cache: Cache | None, start: Int[Array, "B"], **options: Any
     ) -> Forward:
         """As the table target, on slots that can be written once; the cache's second half marks them."""
-        out = super().forward(params, tokens, cache, start, **options)
-        ids, written = cache[0]
+        out = super().forward(params, inputs, cache, start, **options)
+        assert cache is not None
+        assert out.cache is not None
+        [(ids, written)] = cache.layers
         slot = jnp.arange(ids.shape[2], dtype=jnp.int32)[None, None, :, None]
         first = start[:, None, None, None]
-        now = (slot >= first) & (slot < first + tokens.shape[1])
-        now = now & (tokens.shape[1] < ids.shape[2])  # prefill writes the whole buffer, mostly padding
-        kept = jnp.where(written > 0, ids, out.cache[0][0])
-        return Forward(self._contexts(kept, start, tokens.shape[1]), (), ((kept, jnp.where(now, 1.0, written)),))
+        now = (slot >= first) & (slot < first + inputs.shape[1])
+        now = now & (inputs.shape[1] < ids.shape[2])  # prefill writes the whole buffer, mostly padding
+        kept = jnp.where(written > 0, ids, out.cache.layers[0][0])
+        marked = Cache(((kept, jnp.where(now, 1.0, written)),))
+        return Forward(self._contexts(kept, start, inputs.shape[1]), (), marked)
 
     def _contexts(self, ids: Array, start: Array, queries: int) -> Array:
         last = start[:, None] + jnp.arange(queries, dtype=jnp.int32)[None]
@@ -169,7 +172,7 @@ def late_end(program: decode.Program, params: Any, drafter_params: Any, state: d
     return jax.lax.while_loop(lambda state: ~jnp.all(state.done), body, state)
 
 
-def extra_counted(program: decode.Program, params: Any, drafter_params: Any, state: decode.State) -> decode.State:
-    """The further token is counted as an accepted draft."""
+def bonus_counted(program: decode.Program, params: Any, drafter_params: Any, state: decode.State) -> decode.State:
+    """The bonus token is counted as an accepted draft."""
     state = decode.run(program, params, drafter_params, state)
     return replace(state, counts=replace(state.counts, accepted=state.counts.emitted))

@@ -1,7 +1,7 @@
 """The lab's own test: every mutant must be rejected, every control must pass.
 
 Instances, settings, tests and levels are those of `check`; mutants of the verification share one program,
-a block of rows each (`mutants.Panel`), and so do the lying drafters. The cache and the loops run one by one.
+a block of rows each (`Panel`), and so do the lying drafters. The cache and the loops run one by one.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode
-from specjax.exactness import identity, lab, sampler
-from specjax.exactness.faulty_drafters import FAULTY_DRAFTERS, Liars, StaleTable, extra_counted, late_end
-from specjax.exactness.mutants import CONTROLS, VERIFY_MUTANTS, Mutant, Panel
+from specjax.exactness import gate, identity, lab, sampler
+from specjax.exactness.mutants.drafters import FAULTY_DRAFTERS, Liars, StaleTable, bonus_counted, late_end
+from specjax.exactness.mutants.panel import CONTROLS, VERIFY_MUTANTS, Mutant, Panel
 from specjax.exactness.oracle import Joint
 from specjax.exactness.sampler import Setting, Tally
 from specjax.exactness.statistics import EProcess, Result
@@ -64,15 +64,15 @@ def panel(
     """Test every mutant of the verification with `samples` sequences each, at the level of `check` each."""
     shares, pairs = [], pairs or chosen()
     for subject, drafter in pairs:
-        program = decode.Program(subject.model, drafter, verifier=Panel(tuple(mutants)))
+        program = decode.Program(subject.model, drafter, Panel(tuple(mutants)))
         shares.append(_Share(program, subject, settings, len(mutants), samples // len(pairs), seed, progress))
     rows = []
     for number, mutant in enumerate(mutants):
         results = [result for share in shares for result in share.results(number)]
-        if mutant.verifier is not None:  # accepted counts have a closed form for the token walk alone
+        if not gate.applies(mutant.rule):  # the closed form of its accepted counts is not its own
             results = [result for result in results if result.test != "efficiency"]
         results = lab.adjust(results)
-        if mutant.rule is not None and with_gate:
+        if with_gate:
             results += identity.check_rule(mutant.rule)[1]
         rows.append(_row(mutant.name, mutant.fault, results, shares, number))
     return rows
@@ -107,7 +107,7 @@ def others(
     faults: list[tuple[str, str, Model, sampler.Loop, int]] = [
         ("StaleCache", "the cache keeps rejected drafts", stale, decode.run, -1),
         ("late_end", late_end.__doc__ or "", subject.model, late_end, 0),
-        ("extra_counted", extra_counted.__doc__ or "", subject.model, extra_counted, -1),
+        ("bonus_counted", bonus_counted.__doc__ or "", subject.model, bonus_counted, -1),
     ]
     rows = []
     for name, fault, model, loop, end_id in faults:

@@ -18,39 +18,39 @@ Choice = Bool[Array, "B"]
 class RedrawFromP(Token):
     """After a rejection the token is drawn from p."""
 
-    def residual(self, law: Laws, q: Laws) -> Laws:
-        return law
+    def residual(self, probs: Laws, q: Laws) -> Laws:
+        return probs
 
 
 @dataclass(frozen=True)
 class SoftmaxResidual(Token):
     """The residual goes through a softmax instead of being divided by its sum."""
 
-    def residual(self, law: Laws, q: Laws) -> Laws:
-        return jnp.where(law > 0, jnp.exp(jnp.maximum(law - q, 0)), 0)
+    def residual(self, probs: Laws, q: Laws) -> Laws:
+        return jnp.where(probs > 0, jnp.exp(jnp.maximum(probs - q, 0)), 0)
 
 
 @dataclass(frozen=True)
 class AbsoluteResidual(Token):
     """The residual is |p - q|."""
 
-    def residual(self, law: Laws, q: Laws) -> Laws:
-        return jnp.abs(law - q)
+    def residual(self, probs: Laws, q: Laws) -> Laws:
+        return jnp.abs(probs - q)
 
 
 @dataclass(frozen=True)
 class FlippedResidual(Token):
     """The residual is max(q - p, 0)."""
 
-    def residual(self, law: Laws, q: Laws) -> Laws:
-        return jnp.maximum(q - law, 0)
+    def residual(self, probs: Laws, q: Laws) -> Laws:
+        return jnp.maximum(q - probs, 0)
 
 
 @dataclass(frozen=True)
 class FlippedRatio(Token):
     """The ratio is q / p."""
 
-    def accepts(self, u: Row, p: Row, q: Row, law: Laws) -> Choice:
+    def accepts(self, u: Row, p: Row, q: Row, probs: Laws) -> Choice:
         return u * p < q
 
 
@@ -58,7 +58,7 @@ class FlippedRatio(Token):
 class AlwaysAccept(Token):
     """The uniform is a constant 0."""
 
-    def accepts(self, u: Row, p: Row, q: Row, law: Laws) -> Choice:
+    def accepts(self, u: Row, p: Row, q: Row, probs: Laws) -> Choice:
         return 0 * u * q < p
 
 
@@ -66,7 +66,7 @@ class AlwaysAccept(Token):
 class NoUniform(Token):
     """A draft is accepted iff p >= q."""
 
-    def accepts(self, u: Row, p: Row, q: Row, law: Laws) -> Choice:
+    def accepts(self, u: Row, p: Row, q: Row, probs: Laws) -> Choice:
         return p >= q
 
 
@@ -74,18 +74,18 @@ class NoUniform(Token):
 class GreedyTest(Token):
     """A draft is accepted iff it is the target's argmax, else the token is drawn from p."""
 
-    def accepts(self, u: Row, p: Row, q: Row, law: Laws) -> Choice:
-        return p >= law.max(-1)
+    def accepts(self, u: Row, p: Row, q: Row, probs: Laws) -> Choice:
+        return p >= probs.max(-1)
 
-    def residual(self, law: Laws, q: Laws) -> Laws:
-        return law
+    def residual(self, probs: Laws, q: Laws) -> Laws:
+        return probs
 
 
 @dataclass(frozen=True)
 class OneHotResidualOfQ(Token):
     """A sampled draft is tested as a point mass, the residual takes q away."""
 
-    def accepts(self, u: Row, p: Row, q: Row, law: Laws) -> Choice:
+    def accepts(self, u: Row, p: Row, q: Row, probs: Laws) -> Choice:
         return u < p
 
 
@@ -93,18 +93,18 @@ class OneHotResidualOfQ(Token):
 class OneHotNoExclusion(Token):
     """A sampled draft is tested as a point mass, and not excluded after its rejection."""
 
-    def accepts(self, u: Row, p: Row, q: Row, law: Laws) -> Choice:
+    def accepts(self, u: Row, p: Row, q: Row, probs: Laws) -> Choice:
         return u < p
 
-    def residual(self, law: Laws, q: Laws) -> Laws:
-        return law
+    def residual(self, probs: Laws, q: Laws) -> Laws:
+        return probs
 
 
 @dataclass(frozen=True)
 class EitherRule(Token):
     """A draft is accepted if it equals the target's draw or passes the ratio test."""
 
-    def accepts(self, u: Row, p: Row, q: Row, law: Laws) -> Choice:
+    def accepts(self, u: Row, p: Row, q: Row, probs: Laws) -> Choice:
         return u < 1 - (1 - p) * (1 - jnp.minimum(1, p / jnp.where(q > 0, q, 1)))
 
 
@@ -114,7 +114,7 @@ class EpsilonInRatio(Token):
 
     epsilon: float = 1e-2
 
-    def accepts(self, u: Row, p: Row, q: Row, law: Laws) -> Choice:
+    def accepts(self, u: Row, p: Row, q: Row, probs: Laws) -> Choice:
         return u * (q + self.epsilon) < p
 
 
@@ -129,7 +129,7 @@ class SmallEpsilonInRatio(EpsilonInRatio):
 class NotStrict(Token):
     """u q <= p: at u = 0 a token of probability 0 is accepted."""
 
-    def accepts(self, u: Row, p: Row, q: Row, law: Laws) -> Choice:
+    def accepts(self, u: Row, p: Row, q: Row, probs: Laws) -> Choice:
         return u * q <= p
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
-from pathlib import Path
 from typing import Any
 
 from specjax import plugins, verify
+from specjax.cli.errors import Refusal, refusing
 from specjax.exactness import lab, large
 from specjax.exactness.report import FAIL, INCONCLUSIVE, PASS
 from specjax.exactness.sampler import Setting
+from specjax.plugins import load_rule
 
-HELP = "test whether a drafter and a rule keep the target's law: PASS, FAIL or INCONCLUSIVE"
 EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 2}  # an approximate rule is not an error: 0
 
 
@@ -55,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         report = _report(args)
     except ValueError as error:
-        print(f"specjax: error: {error}", file=sys.stderr)
-        return 2
+        raise Refusal(str(error)) from error
     print(report)
     if args.output:
         print("  written     " + ", ".join(str(path) for path in report.save(args.output)))
@@ -64,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> lab.Report:
-    chosen = plugins.load_drafter(args.drafter, dict(_pair(text) for text in args.set)) if args.drafter else None
-    rule = load_rule(args.rule)
+    with refusing():
+        chosen = plugins.load_drafter(args.drafter, dict(_pair(text) for text in args.set)) if args.drafter else None
+        rule = load_rule(args.rule)
     filters = (args.top_k, args.top_p, args.min_p)
     settings: tuple[Setting, ...] = lab.SETTINGS
     if args.temperature is not None or filters != (0, 1.0, 0.0):
@@ -83,28 +82,6 @@ def _report(args: argparse.Namespace) -> lab.Report:
         chosen, rule=rule, target=args.target, settings=settings, samples=_or(args.samples, lab.SAMPLES),
         alpha=args.alpha, detect=_or(args.detect, lab.DETECT), seed=args.seed, progress=_progress,
     )  # fmt: skip
-
-
-def load_rule(spec: str) -> verify.Rule:
-    """A rule by name, or a class of a file by `./file.py:Class`.
-
-    Raises:
-      ValueError: an unknown name or a file without that class.
-    """
-    if spec in verify.RULES:
-        return verify.RULES[spec]()
-    path, _, name = spec.partition(":")
-    if not name or not Path(path).is_file():
-        raise ValueError(f"rule {spec!r}: must be one of {', '.join(verify.RULES)}, or ./file.py:Class")
-    found = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules[module.__name__] = module  # dataclasses look their module up
-    found.loader.exec_module(module)
-    if not hasattr(module, name):
-        raise ValueError(f"rule {spec!r}: {path} has no class {name!r}")
-    return getattr(module, name)()
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -37,9 +37,10 @@ class External(Drafter):
 
     untrained: ClassVar[str] = "depth-pruned copy of the target, untrained"
 
-    def __post_init__(self) -> None:
-        """Read the checkpoint's description now: nothing is opened while a function is traced."""
-        super().__post_init__()
+    def open_checkpoint(self) -> None:
+        """Read the description of any model; where there is a trained drafter's card, it must be this one's."""
+        if weights.has_card(self.checkpoint):
+            super().open_checkpoint()
         if self.checkpoint:
             config = PRESETS.get(self.checkpoint) or weights.open_checkpoint(self.checkpoint).config
             object.__setattr__(self, "config", config)

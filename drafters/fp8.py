@@ -28,6 +28,7 @@ class Fp8(Drafter):
 
     num_speculative_tokens: int = 4
     kv: str = "shared"
+    checkpoint: str = ""
 
     untrained: ClassVar[str] = ""  # the target itself, rounded
     KV: ClassVar[tuple[str, ...]] = ("shared", "own")

@@ -18,12 +18,6 @@ the state only what `scratch` declares; there is no rollback: the length is the 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import importlib
-import importlib.util
-import pkgutil
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,7 +27,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from specjax import cache as kv
-from specjax import sampling
+from specjax import sampling, weights
 from specjax.text import Tokenizer
 from specjax.types import Cache, Draft, Keys, Model, Params, Seen, Target, Text
 
@@ -54,6 +48,16 @@ class Drafter:
                 f"num_speculative_tokens={self.num_speculative_tokens}: must be at least "
                 f"{self.min_speculative_tokens}; use the drafter `none` to decode without speculation"
             )
+        self.open_checkpoint()
+
+    def open_checkpoint(self) -> None:
+        """Read what the checkpoint says of itself, when the drafter is made: its weights are read by `params`.
+
+        Raises:
+          ValueError: it holds no trained drafter of this class.
+        """
+        if self.checkpoint:
+            weights.read_card(self.checkpoint).check_kind(type(self))
 
     def tapped_layers(self, model: Model) -> tuple[int, ...]:
         """Layers of the target whose outputs `Seen.hidden` and `Text.hidden` hold: from 1, in ascending order."""
@@ -62,7 +66,7 @@ class Drafter:
     @property
     def files(self) -> tuple[Path, ...]:
         """Files beside the code that decide what it drafts, such as weights: a run's manifest holds their hashes."""
-        return ()
+        return weights.read_card(self.checkpoint).paths if self.checkpoint else ()
 
     @property
     def label(self) -> str:
@@ -78,8 +82,11 @@ class Drafter:
         return ()
 
     def params(self, key: Key[Array, ""], model: Model, target_params: Params) -> Params:
-        """The weights that it drafts with: `init_params`, where no checkpoint holds trained ones."""
-        return self.init_params(key, model, target_params)
+        """The weights that it drafts with: the checkpoint's, or those of `init_params`."""
+        if not self.checkpoint:
+            return self.init_params(key, model, target_params)
+        like = jax.eval_shape(lambda key, given: self.init_params(key, model, given), key, target_params)
+        return weights.load_drafter_params(self, like)
 
     def init(self, params: Params, model: Model, batch: int, capacity: int, dtype: Any) -> PyTree[Array]:
         """The state of a batch of which nothing was read: `capacity` slots a row, caches in `dtype`."""
@@ -132,6 +139,10 @@ class Wrapper(Drafter):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_speculative_tokens", self.inner.num_speculative_tokens)
+
+    @property
+    def checkpoint(self) -> str:  # type: ignore[override]
+        return self.inner.checkpoint
 
     def tapped_layers(self, model: Model) -> tuple[int, ...]:
         return self.inner.tapped_layers(model)
@@ -252,86 +263,3 @@ def read_prompt(model: Model, params: Params, cache: Cache, seen: Seen) -> Cache
     if seen.verified is not None:
         return cache
     return model.forward(params, seen.tokens, cache, seen.start).cache
-
-
-def available() -> dict[str, str]:
-    """Names of the drafters that come with specjax, and the first line of what each says of itself."""
-    names = {"none": "plain decoding: drafts nothing"}
-    for module in pkgutil.iter_modules(importlib.import_module("specjax.drafters").__path__):
-        drafter = _only_drafter(importlib.import_module(f"specjax.drafters.{module.name}"), None)
-        names[module.name.replace("_", "-")] = (drafter.__doc__ or "").strip().partition("\n")[0]
-    return names
-
-
-def load(spec: str, settings: Mapping[str, str] | None = None) -> Drafter:
-    """Build a drafter from a name (`ngram`), a file (`./mine.py:Mine`) and fields as text (`{"exit_layer": "8"}`).
-
-    Raises:
-      ValueError: an unknown drafter, class or field, with the valid ones; a value of the wrong type.
-      RuntimeError: a drafter file that raises, with its error.
-    """
-    path, _, name = spec.partition(":")
-    if spec == "none":
-        kind: type[Drafter] = Nothing
-    elif path.endswith(".py"):
-        kind = _only_drafter(_import_file(Path(path)), name or None)
-    elif spec in available():
-        kind = _only_drafter(importlib.import_module(f"specjax.drafters.{spec.replace('-', '_')}"), None)
-    else:
-        raise ValueError(f"unknown drafter {spec!r}: choose from {', '.join(available())}, or name ./file.py:Class")
-    return kind(**_parse_fields(kind, spec, settings or {}))
-
-
-def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise ValueError(f"no drafter file {path}: give the path of a Python file, as ./file.py:Class")
-    digest = hashlib.sha256(str(path.resolve()).encode() + path.read_bytes()).hexdigest()[:16]
-    name = f"specjax_user_{path.stem}_{digest}"
-    if name in sys.modules:  # a class defined again would be unequal to the first, and compile everything again
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is not a Python file: give one, as ./file.py:Class")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise RuntimeError(f"drafter file {path} raised {type(error).__name__}: {error}") from error
-    return module
-
-
-def _only_drafter(module: Any, name: str | None) -> type[Drafter]:
-    kinds = {
-        key: value
-        for key, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, Drafter) and value.__module__ == module.__name__
-    }
-    if name is not None and name not in kinds:
-        raise ValueError(f"no drafter class {name!r} in {module.__file__}: it defines {', '.join(kinds) or 'none'}")
-    if name is None and len(kinds) != 1:
-        found = ", ".join(kinds) or "none"
-        raise ValueError(f"{module.__file__} defines {len(kinds)} drafters ({found}): name one, as file.py:Class")
-    return kinds[name] if name is not None else next(iter(kinds.values()))
-
-
-_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-
-
-def _number_like(default: Any, text: str) -> Any:
-    return type(default)(text) if isinstance(default, int | float) else text
-
-
-def _parse_fields(kind: type[Drafter], spec: str, settings: Mapping[str, str]) -> dict[str, Any]:
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    values: dict[str, Any] = {}
-    for name, text in settings.items():
-        if name not in fields:
-            raise ValueError(f"drafter {spec!r} has no field {name!r}: its fields are {', '.join(fields)}")
-        default = fields[name].default
-        try:
-            values[name] = _BOOLEANS[text.lower()] if isinstance(default, bool) else _number_like(default, text)
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"{name}={text!r}: expected {type(default).__name__}, as in {name}={default}") from error
-    return values

@@ -76,13 +76,13 @@ def decode_batch(engine: Engine, batch: Batch, options: Options) -> Decoded:
 
 def start(engine: Engine, batch: Batch, options: Options, max_new_tokens: int | None = None) -> decode.State:
     """The batch after its prefill."""
-    return engine.start(
+    return engine.prefill(
         batch.padded(batch.prompts),
+        options.sampler,
         max_new_tokens=options.max_new_tokens if max_new_tokens is None else max_new_tokens,
         seed=options.seed,
         rows=batch.padded(batch.rows),
         end_ids=options.end_ids,
-        sampler=options.sampler,
         capacity=batch.capacity,
     )
 

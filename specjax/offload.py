@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Key, PyTree
 
-from specjax.drafter import Wrapper
+from specjax.drafter import Drafter, Wrapper
 from specjax.types import Draft, Keys, Model, Params, Seen, Target, Text
 
 HOST = "pinned_host"
@@ -69,6 +69,11 @@ def check(place: str, device: Any = None) -> None:
 def to_host(params: Params) -> Params:
     """The same weights in host memory."""
     return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST)), params)
+
+
+def move(drafter: Drafter, params: Params) -> tuple[Drafter, Params]:
+    """A drafter and its weights, which wait on the host from now on; unchanged where there are none."""
+    return (Offloaded(inner=drafter), to_host(params)) if jax.tree.leaves(params) else (drafter, params)
 
 
 def size(params: Params) -> int:

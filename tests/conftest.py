@@ -10,7 +10,9 @@ import jaxtyping
 from beartype.roar import BeartypeDecorHintPep585DeprecationWarning
 
 warnings.filterwarnings("ignore", category=BeartypeDecorHintPep585DeprecationWarning)  # of flax's annotations
-CHECKED = ("sampling", "verify", "cache", "drafter", "drafters", "engine", "model")
+CHECKED = (
+    "sampling", "verify", "cache", "drafter", "drafters", "engine", "generation", "language_model", "plugins", "model",
+)  # fmt: skip
 """Modules whose annotations are checked at each call. Not those whose pytrees also hold shapes (`jax.eval_shape`)."""
 jaxtyping.install_import_hook([f"specjax.{name}" for name in CHECKED], "typecheck.check")
 

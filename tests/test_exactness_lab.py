@@ -178,7 +178,7 @@ def test_a_rule_of_ones_own_is_tested_and_never_called_proven(tmp_path):
     assert (plain.passed, plain.proven, plain.gate) == (True, False, {})
     assert "enumeration not applicable" in str(plain)
     assert check(RIGHT, rule=plugins.load_rule(f"{path}:Plain:biased=true"), **QUICK).verdict == "FAIL"
-    with pytest.raises(ValueError, match="has Mine, Plain: name one of them"):
+    with pytest.raises(ValueError, match=r"defines 2 rules \(Mine, Plain\): name one"):
         plugins.load_rule(str(path))
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from specjax import measure, memory, offload, records
 from specjax.cli import options, plots, table
 from specjax.cli.errors import Failure, Refusal, refusing
@@ -24,7 +26,6 @@ from specjax.memory.tiers import offloaded_account
 from specjax.record import Record
 from specjax.records import RunFolder, RunFolderError
 from specjax.summary import BASELINE, Measured, make_rows
-from specjax.types import Params
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,11 +96,11 @@ def _open_folder(plan: Plan) -> RunFolder:
 def _carry_out(plan: Plan, folder: RunFolder) -> int:
     run = Run(plan, folder, engines={}, records=list(folder.records))
     with refusing():
-        params = plan.subject.load()  # has a progress bar of its own
+        plan.subject.params  # noqa: B018  read now, with a progress bar of their own
     stopped: BaseException | None = None
     with Progress(total=len(plan.drafters) * len(plan.chosen)) as progress:
         try:
-            _prepare(run, params, progress)
+            _prepare(run, progress)
             for names in plan.batches():
                 for drafter, undone in _turns(run, names, progress):
                     _decode(run, drafter, undone, progress)
@@ -117,13 +118,16 @@ def _carry_out(plan: Plan, folder: RunFolder) -> int:
     return _say_goodbye(run, stopped)
 
 
-def _prepare(run: Run, params: Params, progress: Progress) -> None:
+def _prepare(run: Run, progress: Progress) -> None:
     """Make every strategy's own weights, and account for its memory from shapes."""
     plan = run.plan
     for name, drafter in plan.drafters.items():
         progress.describe(f"{name}: preparing")
         with refusing():
-            run.engines[name] = Engine(plan.subject.model, params, drafter, rule=plan.rule, offload=plan.args.offload)
+            own = drafter.params(jax.random.key(0), plan.subject.model, plan.subject.params)
+            if plan.args.offload:
+                drafter, own = offload.move(drafter, own)
+            run.engines[name] = Engine(plan.subject, drafter, rule=plan.rule, drafter_params=own)
     progress.describe("accounting for memory")
     capacity = max(plan.capacity(name) for name in plan.chosen)
     for name, engine in run.engines.items():
@@ -131,7 +135,8 @@ def _prepare(run: Run, params: Params, progress: Progress) -> None:
             engine.program, engine.params, engine.drafter_params,
             batch=plan.args.batch_size, capacity=capacity, cache_dtype=engine.cache_dtype,
         )  # fmt: skip
-        if engine.program.offload:
+        moved = isinstance(engine.program.drafter, offload.Offloaded)
+        if moved:
             account = offloaded_account(account)
         run.measured[name] = Measured(
             settings=repr(engine.program.drafter),
@@ -139,8 +144,8 @@ def _prepare(run: Run, params: Params, progress: Progress) -> None:
             exact=engine.program.exact,
             added_bytes=account.added_bytes,
             peak_bytes=account.peak_bytes,
-            offloaded_bytes=offload.size(engine.drafter_params) if engine.program.offload else None,
-            fetch_s=offload.fetch_s(engine.drafter_params) if engine.program.offload else None,
+            offloaded_bytes=offload.size(engine.drafter_params) if moved else None,
+            fetch_s=offload.fetch_s(engine.drafter_params) if moved else None,
         )
 
 
@@ -175,7 +180,7 @@ def _decode(run: Run, name: str, question_ids: list[str], progress: Progress) ->
             prefill_s=result.prefill_s,
             decode_s=result.decode_s,
             tokens=generation.tokens,
-            text=plan.subject.tokenizer.decode(generation.tokens),
+            text=generation.text or "",
             counts=generation.counts,
         )
         run.folder.append(record)
@@ -214,7 +219,7 @@ def _summarize(run: Run, complete: bool) -> dict[str, Any]:
         if complete and row["greedy_difference"] is not None:
             row["greedy_difference"]["margin"] = _margin(run, row["greedy_difference"])
     capacities = sorted({plan.capacity(name) for name in plan.chosen})
-    name, args = plan.subject.checkpoint.name, plan.args
+    name, args = plan.subject.name, plan.args
     title = (
         f"{name}, {plan.subject.dtype}, {len(plan.chosen)} of {len(plan.source.prompts)} prompts ({plan.source.name}), "
         f"up to {args.max_new_tokens} new tokens, temperature {args.temperature:g}, batch {args.batch_size}, "

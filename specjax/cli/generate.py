@@ -17,11 +17,11 @@ from typing import Any
 
 import jax
 
-from specjax import decode, measure, memory, verify
+from specjax import decode, measure, memory
 from specjax.cli import options, table
 from specjax.cli.errors import Failure, refusing
 from specjax.cli.preparation import SMALLEST_CAPACITY
-from specjax.engine import Engine, Generation, NotFiniteError, capacity_for
+from specjax.engine import Engine, Generation, LanguageModel, NotFiniteError, capacity_for
 from specjax.record import Record
 from specjax.summary import Measured, make_rows
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Request:
     """One prompt, ready to be decoded."""
 
-    subject: options.Subject
+    subject: LanguageModel
     engine: Engine
     batch: measure.Batch
     shared: measure.Options
@@ -112,8 +112,8 @@ def _prepare(args: argparse.Namespace) -> Request:
         )
     needed = max(len(tokens) + args.max_new_tokens, drafter.num_speculative_tokens + 1)
     capacity = min(max(SMALLEST_CAPACITY, capacity_for(needed)), context)
-    engine = Engine(subject.model, subject.load(), drafter, rule=verify.RULES[args.rule]())
-    shared = measure.Options(args.max_new_tokens, args.seed, subject.tokenizer.end_ids, sampler)
+    engine = Engine(subject, drafter, rule=options.load_rule(args))
+    shared = measure.Options(args.max_new_tokens, args.seed, subject.end_ids, sampler)
     return Request(subject, engine, measure.Batch([tokens], [0], capacity, 1), shared)
 
 
@@ -127,6 +127,7 @@ def _compile(request: Request) -> float:
 def _stream(request: Request, state: decode.State, interrupted: threading.Event) -> decode.State:
     """Rounds until the row is done; prints what each one committed."""
     engine, seen = request.engine, len(request.batch.prompts[0])
+    assert request.subject.tokenizer is not None  # load_target has read it
     stream = request.subject.tokenizer.stream()
     while True:
         tokens, length, done = jax.device_get((state.tokens[0], state.length[0], state.done[0]))
@@ -164,7 +165,7 @@ def _print_statistics(request: Request, name: str, generation: Generation, secon
         tokens=generation.tokens, text="", counts=generation.counts,
     )  # fmt: skip
     title = (
-        f"{request.subject.checkpoint.name}, {request.subject.dtype}: {len(batch.prompts[0])} prompt tokens in "
+        f"{request.subject.name}, {request.subject.dtype}: {len(batch.prompts[0])} prompt tokens in "
         f"{prefill_s:.2f} s, {len(generation.tokens)} new ones, finish: {generation.finish}"
     )
     [row] = make_rows({name: known}, [record], greedy=False)

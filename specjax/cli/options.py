@@ -3,47 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
-from specjax import drafter, sampling, verify, weights
+from specjax import plugins, sampling, verify
 from specjax.cli.errors import Refusal
-from specjax.drafter import Drafter, Nothing
-from specjax.engine import MAX_END_IDS
-from specjax.model import Llama
-from specjax.text import Tokenizer
-from specjax.types import Params, Sampling
+from specjax.drafter import Drafter
+from specjax.engine import LanguageModel, load_target
+from specjax.types import Sampling
 
 DEFAULT_TARGET = "smollm2-135m"
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """A target: its checkpoint, opened but not read, with model and tokenizer."""
-
-    checkpoint: weights.Checkpoint
-    model: Llama
-    tokenizer: Tokenizer
-    dtype: str
-
-    def load(self) -> Params:
-        """Read the weights."""
-        return self.checkpoint.load(self.dtype)
-
-    def encode(self, text: str, system: str | None, raw: bool = False) -> list[int]:
-        """Ids of a prompt, through the chat template where the checkpoint has one and it is not to be left out."""
-        chat = self.tokenizer.chat_template is not None and not raw
-        if system is not None and not chat and not raw:
-            raise ValueError("--system needs a chat template, which this checkpoint does not have: leave it out")
-        ids = self.tokenizer.chat(text, system) if chat else self.tokenizer.encode(text)
-        if max(ids, default=0) >= self.model.vocab_size:
-            raise ValueError(
-                f"the tokenizer gives id {max(ids)} ({self.tokenizer.backend.id_to_token(max(ids))!r}), the target has "
-                f"{self.model.vocab_size} ids: tokenizer and weights do not belong together"
-            )
-        return ids
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +26,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="FIELD=VALUE", dest="settings",
         help="a drafter's setting; `NAME.FIELD=VALUE` for one drafter only. May be repeated",
     )  # fmt: skip
-    parser.add_argument("--rule", choices=tuple(verify.RULES), default="token", help="acceptance rule (default: token)")
+    parser.add_argument(
+        "--rule", default="token", metavar="NAME",
+        help=f"acceptance rule: {', '.join(verify.RULES)}, with settings as NAME:FIELD=VALUE, or ./file.py:Class "
+        "(default: token)",
+    )  # fmt: skip
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0 keeps all (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="keep the smallest set of this mass (default: 1)")
@@ -66,13 +39,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", help="system prompt")
 
 
-def open_subject(args: argparse.Namespace) -> Subject:
+def open_subject(args: argparse.Namespace) -> LanguageModel:
     """Find the target and read its description."""
-    checkpoint = weights.open_checkpoint(args.target)
-    tokenizer = checkpoint.tokenizer()
-    if len(tokenizer.end_ids) > MAX_END_IDS:
-        raise ValueError(f"{args.target} has {len(tokenizer.end_ids)} end ids: at most {MAX_END_IDS} are supported")
-    return Subject(checkpoint, checkpoint.model, tokenizer, args.dtype or weights.default_dtype().__name__)
+    return load_target(args.target, dtype=args.dtype)
+
+
+def load_rule(args: argparse.Namespace) -> verify.Rule:
+    """The rule that `--rule` names."""
+    return plugins.load_rule(args.rule)
 
 
 def make_sampling(args: argparse.Namespace, batch: int) -> Sampling:
@@ -80,11 +54,11 @@ def make_sampling(args: argparse.Namespace, batch: int) -> Sampling:
     return sampling.make_sampling(batch, args.temperature, args.top_k, args.top_p, args.min_p)
 
 
-def load_drafters(specs: Sequence[str], settings: Sequence[str], subject: Subject) -> dict[str, Drafter]:
-    """Build drafters from `NAME[:FIELD=VALUE,...]` and the `--set` options; each is named by its whole text.
+def load_drafters(specs: Sequence[str], settings: Sequence[str], target: LanguageModel) -> dict[str, Drafter]:
+    """Build drafters from their texts (`specjax.plugins`) and the `--set` options; each is named by its whole text.
 
-    NAME may be `./file.py:Class`. A `--set` without a drafter's name goes to every drafter that has the
-    field, `none` aside; what stands behind a drafter's own name comes last.
+    A `--set` without a drafter's name goes to every drafter that has the field, `none` aside; what stands
+    behind a drafter's own name comes last.
 
     Raises:
       ValueError: an unknown drafter, field or value, or a drafter that can't serve the target.
@@ -93,26 +67,19 @@ def load_drafters(specs: Sequence[str], settings: Sequence[str], subject: Subjec
     parsed = [_parse_setting(text) for text in settings]
     used: set[int] = set()
     for spec in specs:
-        name, own = split(spec)
-        fields = [field.name for field in dataclasses.fields(drafter.load(name))]
+        name, _ = plugins.split(spec)
+        known = _fields(name)
         values: dict[str, str] = {}
         for index, (owner, field, value) in enumerate(parsed):
-            if owner == name or (owner is None and field in fields and name != "none"):
+            if owner == name or (owner is None and field in known):
                 values[field] = value
                 used.add(index)
-        values |= {field: value for _, field, value in map(_parse_setting, own)}
-        drafters[spec] = drafter.load(name, values)
-        _check(drafters[spec], subject)
+        drafters[spec] = plugins.load_drafter(spec, values)
+        target.check(drafters[spec])
     for index, (owner, field, _) in enumerate(parsed):
         if index not in used:
-            _refuse_setting(owner, field, specs)
+            _refuse_setting(owner, field, [plugins.split(spec)[0] for spec in specs])
     return drafters
-
-
-def split(spec: str) -> tuple[str, list[str]]:
-    """`ngram:prompt_lookup_max=4` is the drafter `ngram` and its settings."""
-    name, _, settings = spec.rpartition(":")
-    return (name, settings.split(",")) if name and "=" in settings else (spec, [])
 
 
 def positive(text: str) -> int:
@@ -144,23 +111,13 @@ def _parse_setting(text: str) -> tuple[str | None, str, str]:
     return (owner if dot else None), field, value
 
 
-def _check(built: Drafter, subject: Subject) -> None:
-    built.check(subject.model, subject.tokenizer)
-    if built.num_speculative_tokens >= subject.model.context_length:
-        raise ValueError(
-            f"num_speculative_tokens={built.num_speculative_tokens}: must be smaller than the target's "
-            f"context of {subject.model.context_length} tokens"
-        )
+def _fields(name: str) -> set[str]:
+    """What `--set` reaches without a drafter's name."""
+    return set() if name == "none" else set(plugins.settings_of(name))
 
 
-def _refuse_setting(owner: str | None, field: str, specs: Sequence[str]) -> Any:
-    names = [split(spec)[0] for spec in specs]
+def _refuse_setting(owner: str | None, field: str, names: Sequence[str]) -> None:
     if owner is not None:
         raise Refusal(f"--set {owner}.{field}=...: {owner!r} is not among the drafters of this run: {', '.join(names)}")
-    known = {
-        field.name
-        for name in names
-        if not isinstance(built := drafter.load(name), Nothing)
-        for field in dataclasses.fields(built)
-    }
-    raise Refusal(f"--set {field}=...: no drafter of this run has this field; theirs are {', '.join(sorted(known))}")
+    known = sorted(set().union(*map(_fields, names)))
+    raise Refusal(f"--set {field}=...: no drafter of this run has this field; theirs are {', '.join(known)}")

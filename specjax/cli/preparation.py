@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specjax import measure, offload, prompts, provenance, verify
+from specjax import measure, offload, plugins, prompts, provenance, verify
 from specjax.cli import options
 from specjax.drafter import Drafter
-from specjax.engine import capacity_for
+from specjax.engine import LanguageModel, capacity_for
 from specjax.summary import BASELINE
 from specjax.weights.checkpoint import sha256_of
 
@@ -26,7 +26,7 @@ SMALLEST_CAPACITY = 512  # a compilation costs as much as several prompts, unuse
 class Plan:
     """All that decides a run, checked; no weights are loaded yet."""
 
-    subject: options.Subject
+    subject: LanguageModel
     drafters: dict[str, Drafter]
     rule: verify.Rule
     source: prompts.PromptSet
@@ -86,16 +86,16 @@ def make_plan(args: argparse.Namespace) -> Plan:
     return Plan(
         subject=subject,
         drafters=drafters,
-        rule=verify.RULES[args.rule](),
+        rule=options.load_rule(args),
         source=source,
         chosen={prompt.question_id: prompt for prompt in chosen},
         tokens=tokens,
-        shared=measure.Options(args.max_new_tokens, args.seed, subject.tokenizer.end_ids, shared_sampler),
+        shared=measure.Options(args.max_new_tokens, args.seed, subject.end_ids, shared_sampler),
         args=args,
     )
 
 
-def _choose(source: prompts.PromptSet, subject: options.Subject, args: argparse.Namespace) -> list[prompts.Prompt]:
+def _choose(source: prompts.PromptSet, subject: LanguageModel, args: argparse.Namespace) -> list[prompts.Prompt]:
     """What the arguments ask for; by default one short prompt of each kind."""
     if args.all or args.limit is not None:
         return prompts.select(source, args.category, None if args.all else args.limit)
@@ -108,7 +108,7 @@ def _choose(source: prompts.PromptSet, subject: options.Subject, args: argparse.
 
 def _drafter_files(drafters: dict[str, Drafter]) -> list[Path]:
     """Code that is not the package's, and weights that are not the target's."""
-    code = [Path(options.split(name)[0].partition(":")[0]) for name in drafters]
+    code = [Path(plugins.split(name)[0].partition(":")[0]) for name in drafters]
     return [path for path in code if path.suffix == ".py"] + [path for each in drafters.values() for path in each.files]
 
 
@@ -119,10 +119,10 @@ def make_manifest(plan: Plan) -> dict[str, Any]:
         "command": ["specjax", *sys.argv[1:]],
         "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "target": {
-            "name": subject.checkpoint.name,
-            "sha256": subject.checkpoint.sha256,
+            "name": subject.fingerprint.name,
+            "sha256": subject.fingerprint.sha256,
             "dtype": subject.dtype,
-            "config": dataclasses.asdict(subject.model.config),
+            "config": dict(subject.fingerprint.config),
         },
         "drafters": {name: repr(drafter) for name, drafter in plan.drafters.items()},
         "drafter_files": {str(path): sha256_of(path) for path in _drafter_files(plan.drafters)},

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from specjax.memory import hardware
-from specjax.memory.ahead import compile_ahead
-from specjax.memory.sharding import place
-from specjax.memory.strategies import Strategy
+from specjax.memory.aot import compile_ahead
+from specjax.memory.strategy import Strategy
+from specjax.mesh import place
 
 HERE = Path(__file__).parent
 WINDOW, SHOWN_BYTES = 5, 2**16

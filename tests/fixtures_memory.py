@@ -6,9 +6,9 @@ import pytest
 
 from specjax import decode
 from specjax.drafter import load
-from specjax.memory.sharding import Layout
-from specjax.memory.state import state_shapes
-from specjax.memory.traffic import traffic
+from specjax.memory.jaxpr_traffic import traffic
+from specjax.memory.round_trace import state_shapes
+from specjax.mesh import Layout
 from specjax.model import PRESETS, Llama
 from specjax.testing import tiny_config
 

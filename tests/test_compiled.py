@@ -10,9 +10,9 @@ import pytest
 from specjax import decode, make_sampling, memory
 from specjax.drafter import load
 from specjax.engine import Engine
+from specjax.memory.account import PHASES, nbytes
 from specjax.memory.compiler import QUICK, lower
-from specjax.memory.shapes import PHASES, nbytes
-from specjax.memory.state import state_shapes
+from specjax.memory.round_trace import state_shapes
 from specjax.model import Llama
 from specjax.testing import tiny_config, tiny_model
 

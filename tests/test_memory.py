@@ -10,13 +10,16 @@ import jax.numpy as jnp
 import pytest
 
 from specjax import decode, memory
+from specjax import mesh as sharding
 from specjax.cli import main
+from specjax.cli import memory as cli
 from specjax.drafter import Drafter, load
 from specjax.engine import Engine
-from specjax.memory import ahead, cli, hardware, sharding
+from specjax.memory import aot as ahead
+from specjax.memory import hardware
+from specjax.memory.account import GROUPS, PHASES, is_cache, nbytes
 from specjax.memory.compiler import Compiled
-from specjax.memory.shapes import GROUPS, PHASES, is_cache, nbytes
-from specjax.memory.strategies import Strategy
+from specjax.memory.strategy import Strategy
 from specjax.model import PRESETS, Llama
 from specjax.testing import tiny_config
 from specjax.types import Draft

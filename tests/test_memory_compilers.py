@@ -13,14 +13,17 @@ import pytest
 from fixtures_memory import preset  # noqa: F401
 from specjax.experiments import memory_table
 
-from specjax.memory import ahead, cli, device, hardware, sharding
-from specjax.memory.ahead import Ahead
-from specjax.memory.assignment import Assignment, dump_options, parse, read_dump
+from specjax import mesh as sharding
+from specjax.cli import memory as cli
+from specjax.memory import aot as ahead
+from specjax.memory import device, hardware
+from specjax.memory.account import PHASES
+from specjax.memory.aot import Ahead
+from specjax.memory.buffer_assignment import Assignment, dump_options, parse, read_dump
 from specjax.memory.compiler import QUICK, lower, read
 from specjax.memory.gpu_targets import GPU_TARGETS
 from specjax.memory.refusal import read_refusal
-from specjax.memory.shapes import PHASES
-from specjax.memory.strategies import Strategy
+from specjax.memory.strategy import Strategy
 
 ROOT = Path(__file__).parent.parent
 ASSIGNMENT = """BufferAssignment:

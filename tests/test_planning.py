@@ -9,11 +9,14 @@ import pytest
 from fixtures_memory import preset  # noqa: F401
 
 from specjax import cli
-from specjax.memory import hardware, here, planner, roofline, sharding, sizes, sweep, tiers
+from specjax import mesh as sharding
+from specjax.cli import sizes
+from specjax.memory import hardware, planner, roofline, sweep, tiers
+from specjax.memory import measured_device as here
 from specjax.memory.acceptance import Acceptance, Profile
-from specjax.memory.fitting import Growth, traffic_of
+from specjax.memory.growth import Growth, traffic_of
 from specjax.memory.roofline import Prediction, RoundTime
-from specjax.memory.strategies import Strategy
+from specjax.memory.strategy import Strategy
 from specjax.types import Counts
 
 WHOLE = sharding.Layout()

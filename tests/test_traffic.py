@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from fixtures_memory import SIZES, measured_traffic, nbytes, preset  # noqa: F401
 
+from specjax import mesh as sharding
 from specjax.drafter import Drafter, load
-from specjax.memory import sharding
 from specjax.testing import Tree, tiny_config
 from specjax.types import Draft
 

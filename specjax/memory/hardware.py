@@ -5,7 +5,7 @@ its two cores as two devices, each with half of the chip's memory and rates: ent
 the program sees it. `usable_bytes` is what the device's compiler lets a program have, read from its own
 refusal of a larger one (libtpu 0.0.52); where there is no such figure it is `None`, and all of
 `hbm_bytes` is taken, which is too much by what the runtime keeps for itself. `this` is the machine that the
-program runs on, measured (`specjax.memory.here`).
+program runs on, measured (`specjax.memory.measured_device`).
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def find(name: str) -> Device:
       ValueError: an unknown name, with the known ones.
     """
     if name == HERE:
-        from specjax.memory import here  # measures for a second or two
+        from specjax.memory import measured_device as here  # measures for a second or two
 
         return here.measure()
     if name not in DEVICES:

@@ -10,12 +10,13 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from specjax.memory import roofline, sharding
+from specjax import mesh as sharding
+from specjax.memory import roofline
 from specjax.memory.acceptance import Acceptance, Profile
-from specjax.memory.fitting import Growth, grow, largest
+from specjax.memory.growth import Growth, grow, largest
 from specjax.memory.hardware import Device, GiB
 from specjax.memory.roofline import Prediction
-from specjax.memory.strategies import FP8, build
+from specjax.memory.strategy import FP8, build
 
 PLAIN = "none"
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from specjax import decode
 from specjax import drafter as drafters
 from specjax.memory.hardware import Device
-from specjax.memory.sharding import Layout
-from specjax.memory.state import state_shapes
-from specjax.memory.traffic import PHASES, traffic
+from specjax.memory.jaxpr_traffic import PHASES, traffic
+from specjax.memory.round_trace import state_shapes
+from specjax.mesh import Layout
 from specjax.model import Llama, ModelConfig
 from specjax.model.config import RopeScaling
 

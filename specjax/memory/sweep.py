@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
-from specjax.memory.fitting import Growth, largest
-from specjax.memory.shapes import Account
-from specjax.memory.sizes import parse_range, powers
+from specjax.cli.sizes import parse_range, powers
+from specjax.memory.account import Account
+from specjax.memory.growth import Growth, largest
 
 AXES = ("context", "batch")
 POINTS = 33

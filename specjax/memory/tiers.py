@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from rich import box
 from rich.table import Table
 
+from specjax.memory.account import Account
 from specjax.memory.hardware import GB, Device, GiB
 from specjax.memory.planner import PLAIN, Option, Question
 from specjax.memory.roofline import Prediction, RoundTime
-from specjax.memory.shapes import Account
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 from rich.table import Table
 
 from specjax.memory.acceptance import Measured, match
+from specjax.memory.account import Account
 from specjax.memory.hardware import GiB
-from specjax.memory.shapes import Account
-from specjax.memory.strategies import Strategy
+from specjax.memory.strategy import Strategy
 
 
 def join(accounts: Sequence[tuple[Strategy, Account]], run: Mapping[str, Measured]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from specjax.memory import hardware
-from specjax.memory.shapes import GROUPS, PHASES
+from specjax.memory.account import GROUPS, PHASES
 
 
 def table(facts: Sequence[Mapping[str, Any]], title: str, device: hardware.Device) -> Table:

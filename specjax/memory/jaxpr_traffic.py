@@ -23,10 +23,10 @@ import jax
 import numpy as np
 
 from specjax import decode
-from specjax.memory.shapes import is_cache, nbytes
-from specjax.memory.sharding import Layout
-from specjax.memory.state import Weights, vocabulary_sizes
-from specjax.memory.walk import Origin, Walk, size_of
+from specjax.memory.account import is_cache, nbytes
+from specjax.memory.jaxpr_walk import Origin, Walk, size_of
+from specjax.memory.round_trace import Weights, vocabulary_sizes
+from specjax.mesh import Layout
 
 PHASES = ("draft", "verify")
 PARTS = (
@@ -72,7 +72,7 @@ def traffic(
     """Trace a round from shapes and count.
 
     Args:
-      state: from `specjax.memory.state.state_shapes`.
+      state: from `specjax.memory.round_trace.state_shapes`.
       backend: `cpu`, `gpu` or `tpu`; a CPU converts weights in memory.
     """
     tally: Counter[tuple[str, str, str]] = Counter()

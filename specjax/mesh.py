@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.memory import hardware
-from specjax.memory.shapes import nbytes
+from specjax.memory.account import nbytes
 from specjax.model import ModelConfig
 
 MODEL = ("heads", "group")

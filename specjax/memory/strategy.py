@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from specjax import decode
 from specjax import drafter as drafters
 from specjax.drafter import Drafter
-from specjax.memory.shapes import Account, Size, account, nbytes
-from specjax.memory.state import Weights
+from specjax.memory.account import Account, Size, account, nbytes
+from specjax.memory.round_trace import Weights
 from specjax.model import PRESETS, Llama, ModelConfig
 from specjax.weights.huggingface import read_config
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from specjax.memory.sharding import Layout
+from specjax.mesh import Layout
 
 _SAME = (
     "convert_element_type", "reshape", "transpose", "squeeze", "slice", "copy", "device_put",

@@ -10,12 +10,15 @@ import jax
 from rich import box
 from rich.table import Table
 
+from specjax import mesh as sharding
+from specjax.cli import plan_tables as traffic_table
+from specjax.cli import sizes
 from specjax.cli.errors import refusing
 from specjax.cli.table import make_console
-from specjax.memory import acceptance, hardware, planner, roofline, sharding, sizes, tiers, traffic_table
+from specjax.memory import acceptance, hardware, planner, roofline, tiers
 from specjax.memory.hardware import GiB
 from specjax.memory.planner import Option, Question
-from specjax.memory.strategies import FP8, preset
+from specjax.memory.strategy import FP8, preset
 
 ASSUMED = 0.7
 CONTEXTS, BATCHES = (1024, 4096, 16_384, 65_536), (1, 8, 32, 128)

@@ -19,11 +19,11 @@ from typing import Any
 import jax
 
 from specjax import decode
-from specjax.memory.shapes import LARGEST_BATCH, Account, Component
-from specjax.memory.sharding import Layout
-from specjax.memory.state import state_shapes, tracing
-from specjax.memory.strategies import Strategy
-from specjax.memory.traffic import Traffic, traffic
+from specjax.memory.account import LARGEST_BATCH, Account, Component
+from specjax.memory.jaxpr_traffic import Traffic, traffic
+from specjax.memory.round_trace import state_shapes, tracing
+from specjax.memory.strategy import Strategy
+from specjax.mesh import Layout
 
 Figures = Mapping[Any, int]
 

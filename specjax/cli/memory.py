@@ -11,14 +11,17 @@ from typing import Any
 
 import jax
 
+from specjax import mesh as sharding
+from specjax.cli import memory_plots as pictures
+from specjax.cli import memory_tables as account_table
 from specjax.cli.errors import refusing
 from specjax.cli.progress import Progress
 from specjax.cli.table import make_console
-from specjax.memory import acceptance, account_table, hardware, pictures, sharding, sweep, worth
-from specjax.memory.ahead import LIBTPU_ARGS, Ahead, check_installed, compile_ahead, compile_here
-from specjax.memory.fitting import Growth
-from specjax.memory.shapes import PHASES, Account
-from specjax.memory.strategies import Strategy, preset
+from specjax.memory import acceptance, hardware, sweep, worth
+from specjax.memory.account import PHASES, Account
+from specjax.memory.aot import LIBTPU_ARGS, Ahead, check_installed, compile_ahead, compile_here
+from specjax.memory.growth import Growth
+from specjax.memory.strategy import Strategy, preset
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,15 @@ from jax.extend import core
 
 from specjax import cache as kv
 from specjax import decode
-from specjax.memory.assignment import TABLE_BYTES
-from specjax.memory.state import Weights, vocabulary_sizes
+from specjax.memory.buffer_assignment import TABLE_BYTES
+from specjax.memory.round_trace import Weights, vocabulary_sizes
 
 PHASES = ("draft", "verify", "commit")
 
 
 TABLES = 5
 """Tuples whose addresses a TPU's compiler keeps in HBM, for each product with a weight: 2 to 9 in the programs of
-`experiments/memory_table.md`, in 16 KiB each (`specjax.memory.assignment.TABLE_BYTES`): most of what it adds."""
+`experiments/memory_table.md`, in 16 KiB each (`specjax.memory.buffer_assignment.TABLE_BYTES`): most of what it adds."""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from rich import box
 from rich.table import Table
 
 from specjax.memory import roofline
+from specjax.memory.jaxpr_traffic import PARTS, PHASES, Traffic
 from specjax.memory.planner import Option, Question
-from specjax.memory.traffic import PARTS, PHASES, Traffic
 
 GB = 1e9
 

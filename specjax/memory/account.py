@@ -27,9 +27,9 @@ import numpy as np
 
 from specjax import decode
 from specjax.drafter import Nothing
-from specjax.memory import working
-from specjax.memory.state import Weights, state_shapes, structs, tracing
-from specjax.memory.working import PHASES
+from specjax.memory import buffers as working
+from specjax.memory.buffers import PHASES
+from specjax.memory.round_trace import Weights, state_shapes, structs, tracing
 
 LARGEST_BATCH = 2**24
 GROUPS = ("weights", "kv", "state", "buffers")

@@ -1,4 +1,4 @@
-"""The child process of `specjax.memory.ahead`: a request as JSON in, a refusal as JSON out."""
+"""The child process of `specjax.memory.aot`: a request as JSON in, a refusal as JSON out."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import jax
 from jax.experimental import topologies
 
 from specjax import decode
-from specjax.memory import hardware, sharding
-from specjax.memory.assignment import dump_options
+from specjax import mesh as sharding
+from specjax.memory import hardware
+from specjax.memory.account import is_cache
+from specjax.memory.buffer_assignment import dump_options
 from specjax.memory.gpu_targets import GPU_TARGETS
-from specjax.memory.shapes import is_cache
-from specjax.memory.state import state_shapes
-from specjax.memory.strategies import Strategy
+from specjax.memory.round_trace import state_shapes
+from specjax.memory.strategy import Strategy
 
 
 def answer(request: dict[str, Any]) -> dict[str, str]:

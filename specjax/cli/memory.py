@@ -5,85 +5,30 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from specjax import mesh as sharding
-from specjax.cli import memory_plots as pictures
-from specjax.cli import memory_tables as account_table
+from specjax.cli import memory_plots, memory_tables, place, sizes
 from specjax.cli.errors import refusing
 from specjax.cli.progress import Progress
 from specjax.cli.table import make_console
-from specjax.memory import acceptance, hardware, sweep, worth
-from specjax.memory.account import PHASES, Account
+from specjax.memory import acceptance, hardware, sweep
+from specjax.memory.account import Account
 from specjax.memory.aot import LIBTPU_ARGS, Ahead, check_installed, compile_ahead, compile_here
+from specjax.memory.buffers import PHASES
 from specjax.memory.growth import Growth
-from specjax.memory.strategy import Strategy, preset
-
-
-@dataclass(frozen=True)
-class Column:
-    """One strategy on one device of the mesh."""
-
-    strategy: Strategy
-    account: Account
-    device: hardware.Device
-    layout: sharding.Layout
-    ahead: Ahead | None = None
-
-    @functools.cached_property
-    def growth(self) -> Growth:
-        """The account at other sizes."""
-        return Growth(self.strategy, self.layout)
-
-    def summary(self) -> dict[str, Any]:
-        """Plain values, for `--json`."""
-        limit, strategy = self.device.limit_bytes, self.strategy
-        added = sum(self.account.added_bytes.values())
-        figures = self.ahead.figures if self.ahead else None
-        return {
-            **self.strategy.asdict(),
-            "device": self.device.name,
-            "devices": self.layout.devices,
-            "components": {part.name: part.bytes for part in self.account.components},
-            "phases": {phase: self.account.phase_bytes(phase) for phase in PHASES},
-            "peak_phase": self.account.peak_phase,
-            "peak_bytes": self.account.needed_bytes,
-            "peak_bytes_all_devices": self.account.needed_bytes * self.layout.devices,
-            "added_bytes": self.account.added_bytes,
-            "added_per_sequence_bytes": added * self.layout.data // strategy.batch,
-            "added_per_token_bytes": added * self.layout.data // (strategy.batch * strategy.context),
-            "left_bytes": limit - self.account.needed_bytes,
-            "largest_batch": self.growth.largest_batch(limit, strategy.context),
-            "longest_context": self.growth.longest_context(limit, strategy.batch),
-            "compiler_bytes": figures.total_bytes if figures else None,
-            "compiler_refusal": self.ahead.refusal if self.ahead else None,
-            "compiler_temporaries": dict(figures.temporaries) if figures else None,
-            "device_peak_bytes": self.ahead.device_bytes if self.ahead else None,
-        }
+from specjax.memory.strategy import DRAFTERS, Strategy, preset
+from specjax.mesh import Layout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `specjax memory`."""
-    parser.add_argument("--target", default="llama-3.1-8b", help="a preset; its weights need not exist")
-    parser.add_argument(
-        "--drafter",
-        action="append",
-        metavar="NAME",
-        help="name, external:PRESET, or with fields as fp8:kv=own; may be repeated (default: ngram, early-exit, fp8)",
-    )
-    parser.add_argument("--device", default="h100", help=f"{', '.join(hardware.DEVICES)}, or this (measured now)")
-    parser.add_argument("--mesh", default="1", help="chips, as 8 or 2x2x2")
-    parser.add_argument(
-        "--data", type=int, default=1, help="copies of the model in the mesh, each for a part of the rows"
-    )
+    place.add_arguments(parser)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=8192, help="cache slots a row")
     parser.add_argument("--window", type=int, default=0, help="drafted tokens a round (default: each drafter's own)")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--compile", action="store_true", help="ask the device's compiler too (a minute a strategy)")
     parser.add_argument(
         "--acceptance", type=Path, metavar="FOLDER",
@@ -104,88 +49,79 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table."""
     with refusing():
-        return _answer(args)
-
-
-def _answer(args: argparse.Namespace) -> int:
-    if args.device in hardware.DEVICES:  # nothing runs here: don't start a device, nor lock its compiler out
-        jax.config.update("jax_platforms", "cpu")
-    if args.sweep and (args.acceptance or args.compile):
-        other = "--acceptance" if args.acceptance else "--compile"
-        raise ValueError(f"{other} and --sweep are two questions: ask one at a time")
-    if args.plot:
-        pictures.check_path(args.plot)
-    axes = sweep.parse(args.sweep, preset(args.target).context_length)
-    run_ = acceptance.read_run(args.acceptance) if args.acceptance else {}
-    columns = account_for(args)
-    if axes:
-        return _sweep(columns, axes, args)
-    joined = worth.join([(column.strategy, column.account) for column in columns], run_) if run_ else []
-    facts = [column.summary() for column in columns]
-    if args.json:
-        print(json.dumps({"strategies": facts, "acceptance": joined} if joined else facts, indent=1))
-    else:
-        console = make_console()
-        console.print(account_table.table(facts, _title(columns[0]), columns[0].device))
-        for column in columns:
-            if column.ahead:
-                console.print(f"{column.strategy.drafter}: {column.ahead}")
-        if columns[0].ahead and args.device in LIBTPU_ARGS:
-            console.print(f"compiled with, and to be run with, LIBTPU_INIT_ARGS={LIBTPU_ARGS[args.device]}")
-        if joined:
-            console.print(worth.table(joined), *worth.sources(joined, args.target), sep="\n")
-    if args.plot and joined:
-        pictures.pareto(joined, _title(columns[0]), args.plot)
-    elif args.plot:
-        accounts = {column.strategy.drafter: column.account for column in columns}
-        pictures.bars(accounts, _title(columns[0]), args.plot)
+        place.stay_off_devices(args.device)
+        if args.sweep and (args.acceptance or args.compile):
+            other = "--acceptance" if args.acceptance else "--compile"
+            raise ValueError(f"{other} and --sweep are two questions: ask one at a time")
+        if args.plot:
+            memory_plots.check_path(args.plot)
+        axes = sizes.parse_axes(args.sweep, preset(args.target).context_length)
+        measured = acceptance.read_run(args.acceptance) if args.acceptance else {}
+        columns = account_columns(args)
+        if axes:
+            _print_sweep(columns, axes, args)
+        else:
+            _print_accounts(columns, measured, args)
     return 0
 
 
-def _sweep(columns: list[Column], axes: list[sweep.Axis], args: argparse.Namespace) -> int:
-    limit = columns[0].device.limit_bytes
-    curves = [
-        sweep.curve(column.growth, axis, column.strategy.batch, column.strategy.context, limit)
-        for axis in axes
-        for column in columns
-    ]
-    values = json.dumps([curve.as_json() for curve in curves], indent=1)
-    if args.plot:
-        pictures.curves(curves, limit, _title(columns[0]), args.plot)
-        args.plot.with_suffix(".sweep.json").write_text(values + "\n")
-    if args.json:
-        print(values)
-    else:
-        make_console().print(sweep.table(curves, _title(columns[0])))
-    return 0
+@dataclass(frozen=True)
+class Column:
+    """One strategy on one device of the mesh."""
+
+    strategy: Strategy
+    account: Account
+    device: hardware.Device
+    layout: Layout
+    ahead: Ahead | None = None
+
+    @functools.cached_property
+    def growth(self) -> Growth:
+        """The account at other sizes."""
+        return Growth(self.strategy, self.layout)
+
+    def summary(self) -> dict[str, Any]:
+        """Plain values, for `--json`."""
+        limit, strategy, account = self.device.limit_bytes, self.strategy, self.account
+        added = sum(account.added_bytes.values())
+        figures = self.ahead.figures if self.ahead else None
+        return {
+            **strategy.asdict(),
+            "device": self.device.name,
+            "devices": self.layout.devices,
+            "components": {part.name: part.bytes for part in account.components},
+            "phases": {phase: account.phase_bytes(phase) for phase in PHASES},
+            "peak_phase": account.peak_phase,
+            "peak_bytes": account.needed_bytes,
+            "peak_bytes_all_devices": account.needed_bytes * self.layout.devices,
+            "added_bytes": account.added_bytes,
+            "added_per_sequence_bytes": added * self.layout.data // strategy.batch,
+            "added_per_token_bytes": added * self.layout.data // (strategy.batch * strategy.context),
+            "left_bytes": limit - account.needed_bytes,
+            "largest_batch": self.growth.largest_batch(limit, strategy.context),
+            "longest_context": self.growth.longest_context(limit, strategy.batch),
+            "compiler_bytes": figures.total_bytes if figures else None,
+            "compiler_refusal": self.ahead.refusal if self.ahead else None,
+            "compiler_temporaries": dict(figures.temporaries) if figures else None,
+            "device_peak_bytes": self.ahead.device_bytes if self.ahead else None,
+        }
 
 
-def _title(column: Column) -> str:
-    strategy = column.strategy
-    return (
-        f"{strategy.target}, batch {strategy.batch}, context {strategy.context}, {strategy.dtype}, "
-        f"on {column.layout.devices} x {column.device.name}"
-    )
-
-
-def account_for(args: argparse.Namespace) -> list[Column]:
+def account_columns(args: argparse.Namespace) -> list[Column]:
     """The accounts that the arguments ask for, `none` first.
 
     Raises:
       ValueError: an unknown device, target or drafter, a mesh or context that does not fit them.
       CompilerMissingError: `--compile` without the compiler.
     """
-    device, layout = sharding.place(args.device, args.mesh, args.data, preset(args.target))
-    if args.batch % args.data:
-        raise ValueError(f"batch={args.batch}: must be a multiple of data={args.data}, so that rows can be split")
+    device, layout = place.find(args, args.batch)
     if args.compile and device.name != hardware.HERE:
         check_installed(device)
     columns = []
-    sizes = (args.batch, args.context)
-    for name in dict.fromkeys(["none", *(args.drafter or ("ngram", "early-exit", "fp8"))]):
+    for name in dict.fromkeys(["none", *(args.drafters or DRAFTERS)]):
         window = args.window * (name != "none")
-        strategy = Strategy(args.target, name, *sizes, window, args.dtype, platform=device.platform)
-        columns.append(Column(strategy, strategy.account(layout.size), device, layout))
+        strategy = Strategy(args.target, name, args.batch, args.context, window, args.dtype, platform=device.platform)
+        columns.append(Column(strategy, strategy.account(layout), device, layout))
     return _compiled(columns, args) if args.compile else columns
 
 
@@ -204,7 +140,49 @@ def _compiled(columns: list[Column], args: argparse.Namespace) -> list[Column]:
     return [replace(column, ahead=found[column.strategy.drafter]) for column in columns]
 
 
-if __name__ == "__main__":
-    own = argparse.ArgumentParser(prog="specjax memory")
-    add_arguments(own)
-    raise SystemExit(run(own.parse_args()))
+def _print_accounts(
+    columns: Sequence[Column], measured: dict[str, acceptance.MeasuredAcceptance], args: argparse.Namespace
+) -> None:
+    joined = acceptance.join([(column.strategy, column.account) for column in columns], measured) if measured else []
+    facts, title = [column.summary() for column in columns], _title(columns[0])
+    if args.json:
+        print(json.dumps({"strategies": facts, "acceptance": joined} if joined else facts, indent=1))
+    else:
+        console = make_console()
+        console.print(memory_tables.account_table(facts, title, columns[0].device))
+        for column in columns:
+            if column.ahead:
+                console.print(f"{column.strategy.drafter}: {column.ahead}")
+        if args.compile and args.device in LIBTPU_ARGS:
+            console.print(f"compiled with, and to be run with, LIBTPU_INIT_ARGS={LIBTPU_ARGS[args.device]}")
+        if joined:
+            console.print(memory_tables.joined_table(joined), *memory_tables.sources(joined, args.target), sep="\n")
+    if args.plot and joined:
+        memory_plots.pareto(joined, title, args.plot)
+    elif args.plot:
+        memory_plots.bars({column.strategy.drafter: column.account for column in columns}, title, args.plot)
+
+
+def _print_sweep(columns: Sequence[Column], axes: Sequence[sweep.Axis], args: argparse.Namespace) -> None:
+    limit, title = columns[0].device.limit_bytes, _title(columns[0])
+    curves = [
+        sweep.curve(column.growth, axis, column.strategy.batch, column.strategy.context, limit)
+        for axis in axes
+        for column in columns
+    ]
+    values = json.dumps([curve.as_json() for curve in curves], indent=1)
+    if args.plot:
+        memory_plots.curves(curves, limit, title, args.plot)
+        args.plot.with_suffix(".sweep.json").write_text(values + "\n")
+    if args.json:
+        print(values)
+    else:
+        make_console().print(memory_tables.sweep_table(curves, title))
+
+
+def _title(column: Column) -> str:
+    strategy = column.strategy
+    return (
+        f"{strategy.target}, batch {strategy.batch}, context {strategy.context}, {strategy.dtype}, "
+        f"on {column.layout.devices} x {column.device.name}"
+    )

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from specjax.memory.account import PHASES, Account, Component
+from specjax.memory.account import Account, Component
+from specjax.memory.buffers import PHASES
 from specjax.memory.hardware import GiB
 from specjax.memory.sweep import Curve
 

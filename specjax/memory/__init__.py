@@ -2,5 +2,6 @@
 
 from specjax.memory.account import Account, Component, account
 from specjax.memory.compiler import Compiled, compiled
+from specjax.memory.strategy import account_for
 
-__all__ = ["Account", "Compiled", "Component", "account", "compiled"]
+__all__ = ["Account", "Compiled", "Component", "account", "account_for", "compiled"]

@@ -16,20 +16,19 @@ target, batch and capacity.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable
+import html
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from specjax import decode
 from specjax.drafter import Nothing
-from specjax.memory import buffers as working
-from specjax.memory.buffers import PHASES
-from specjax.memory.round_trace import Weights, state_shapes, structs, tracing
+from specjax.memory.buffers import PHASES, buffers
+from specjax.memory.hardware import Device
+from specjax.memory.round_trace import Weights, trace_round
+from specjax.mesh import Layout, is_cache
 
 LARGEST_BATCH = 2**24
 GROUPS = ("weights", "kv", "state", "buffers")
@@ -45,12 +44,13 @@ class Component:
     phases: tuple[str, ...] = PHASES
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Account:
-    """A strategy's components, and those of `none` at the same batch and capacity."""
+    """A strategy's components on one device, and those of `none` at the same batch and capacity."""
 
     components: tuple[Component, ...]
     baseline: tuple[Component, ...]
+    device: Device | None = None
 
     def phase_bytes(self, phase: str, group: str | None = None) -> int:
         """What is held at once in a phase."""
@@ -72,6 +72,11 @@ class Account:
         return self.phase_bytes(self.peak_phase)
 
     @property
+    def left_bytes(self) -> int | None:
+        """What the device has beyond that, below zero where it does not fit; `None` without a device."""
+        return None if self.device is None else self.device.limit_bytes - self.needed_bytes
+
+    @property
     def added_bytes(self) -> dict[str, int]:
         """What the strategy needs beyond `none`, a group: in each, the phase that holds most counts."""
         return {
@@ -84,14 +89,26 @@ class Account:
         """One component's bytes; 0 where the strategy has none of that name."""
         return sum(component.bytes for component in self.components if component.name == name)
 
+    def _lines(self) -> list[tuple[str, str]]:
+        lines = [(part.name, _shown(part.bytes)) for part in self.components if part.bytes]
+        lines.append((f"held at once, in {self.peak_phase}", _shown(self.needed_bytes)))
+        lines.append(("  of it added to none", _shown(sum(self.added_bytes.values()))))
+        if self.device is not None and self.left_bytes is not None:
+            lines.append((f"usable on {self.device.name}", _shown(self.device.limit_bytes)))
+            lines.append(("  left" if self.left_bytes >= 0 else "  too much by", _shown(abs(self.left_bytes))))
+        return lines
 
-Size = Callable[[str, Any, Any], int]
-"""Bytes of an array on one device, from its kind (`weights`, `kv`, `hidden`, `law`, ...), path and leaf."""
+    def __repr__(self) -> str:
+        lines = self._lines()
+        width = max(len(name) for name, _ in lines)
+        return "\n".join(f"{name:{width}}  {size:>12}" for name, size in lines)
 
-
-def nbytes(kind: str, path: Any, leaf: Any) -> int:
-    """Bytes of the whole array: what one device holds when nothing is partitioned."""
-    return int(np.prod(leaf.shape, dtype=np.int64)) * _itemsize(leaf.dtype)
+    def _repr_html_(self) -> str:
+        cells = (
+            f"<tr><td>{html.escape(name)}</td><td style='text-align:right'>{size}</td></tr>"
+            for name, size in self._lines()
+        )
+        return f"<table>{''.join(cells)}</table>"
 
 
 def account(
@@ -102,132 +119,63 @@ def account(
     batch: int,
     capacity: int,
     cache_dtype: Any,
-    size: Size = nbytes,
+    layout: Layout = Layout(),  # noqa: B008  (frozen)
     backend: str | None = None,
+    device: Device | None = None,
 ) -> Account:
-    """The account of one strategy.
+    """The account of one strategy, of a program that is here; `specjax.memory.account_for` takes names.
 
     Args:
       params, drafter_params: arrays, or `jax.ShapeDtypeStruct`s of them. An array of the target that
         stands among the drafter's counts once, as the target's.
       batch: rows that are decoded together.
       capacity: cache slots a row: committed tokens and the speculative window.
-      size: bytes of an array on one device, where arrays are partitioned.
+      layout: how arrays are partitioned; bytes are those of one device.
       backend: `cpu`, `gpu` or `tpu`; this one's by default. A CPU keeps float32 copies of what it multiplies.
+      device: what the account is compared with where it is shown.
     """
     _check(program, batch, capacity)
+    sizes = {"batch": batch, "capacity": capacity, "cache_dtype": cache_dtype}
+    backend = backend or jax.default_backend()
     plain = decode.Program(program.model, Nothing(), program.rule)
-    options: dict[str, Any] = {"batch": batch, "capacity": capacity, "cache_dtype": cache_dtype, "size": size}
-    options["backend"] = backend or jax.default_backend()
-    baseline = _components(plain, params, (), **options)
-    if isinstance(program.drafter, Nothing):
-        return Account(baseline, baseline)
-    return Account(_components(program, params, drafter_params, **options), baseline)
-
-
-def is_cache(node: Any) -> bool:
-    """Whether a part of a drafter's state is a KV cache: a tuple of pairs of equal `[B, G, T, D]` arrays.
-
-    That is the form of `specjax.types.Cache`, and of nothing else in practice: other state counts as state.
-    """
-    return (
-        isinstance(node, (tuple, list))
-        and len(node) > 0
-        and all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in node)
-        and all(getattr(part, "ndim", 0) == 4 and part.shape == pair[0].shape for pair in node for part in pair)
-    )
+    baseline = components = tuple(_components(plain, params, (), sizes, layout, backend))
+    if not isinstance(program.drafter, Nothing):
+        components = tuple(_components(program, params, drafter_params, sizes, layout, backend))
+    return Account(components, baseline, device)
 
 
 def _components(
-    program: decode.Program,
-    params: Weights,
-    drafter_params: Weights,
-    *,
-    batch: int,
-    capacity: int,
-    cache_dtype: Any,
-    size: Size,
-    backend: str,
-) -> tuple[Component, ...]:
+    program: decode.Program, params: Weights, drafter_params: Weights, sizes: Any, layout: Layout, backend: str
+) -> Iterable[Component]:
+    traced = trace_round(program, params, drafter_params, **sizes)
     shared = {id(leaf) for leaf in jax.tree.leaves(params)}
-    own = [(path, leaf) for path, leaf in _flat(drafter_params) if id(leaf) not in shared]
-    leaves, tree = jax.tree.flatten((structs(params), structs(drafter_params)))
-    state, round_ = _trace(program, tree, tuple(leaves), batch, capacity, jnp.dtype(cache_dtype), backend)
-    nodes = round_.draft.tokens.shape[1]
-    _check_draft(program, round_.draft, state, capacity)
-    cache_bytes = _sum(size, "kv", _flat(state.cache))
-    window_bytes = cache_bytes * nodes // capacity
+    own = jax.tree.map(lambda leaf: None if id(leaf) in shared else leaf, drafter_params)
+    state, total = traced.state, layout.total
+    cache_bytes = total("kv", state.cache)
+    window_bytes = cache_bytes * traced.draft.tokens.shape[1] // sizes["capacity"]
     pieces = jax.tree.leaves(state.drafter, is_leaf=is_cache)
+    caches, others = ([piece for piece in pieces if is_cache(piece) is kind] for kind in (True, False))
     fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
     loop = {name: part for name, part in fields.items() if name not in ("cache", "hidden", "drafter")}
-    held = (
-        Component("target weights", "weights", _sum(size, "weights", _flat(params))),
-        Component("drafter weights", "weights", _sum(size, "weights", own)),
-        Component("target KV, committed", "kv", cache_bytes - window_bytes),
-        Component("target KV, speculative window", "kv", window_bytes),
-        Component("drafter KV", "kv", sum(_sum(size, "kv", _flat(piece)) for piece in pieces if is_cache(piece))),
-        Component(
-            "drafter state", "state", sum(_sum(size, "state", _flat(piece)) for piece in pieces if not is_cache(piece))
-        ),
-        Component("tapped hidden states", "state", _sum(size, "hidden", _flat(state.hidden))),
-        Component("tokens and counts", "state", _sum(size, "state", _flat(loop))),
-    )
-    return held + tuple(
-        Component(name, "buffers", 0 if leaf is None else count * size(kind, (), leaf), phases)
-        for name, kind, leaf, count, phases in round_.buffers
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def _trace(
-    program: decode.Program,
-    tree: Any,
-    leaves: tuple[Any, ...],
-    batch: int,
-    capacity: int,
-    cache_dtype: Any,
-    backend: str,
-) -> tuple[Any, working.Round]:
-    """The traced part, kept: strategies share their baseline, and devices and meshes share all of it."""
-    params, drafter_params = jax.tree.unflatten(tree, leaves)
-    with tracing(program):
-        state = state_shapes(program, params, drafter_params, batch=batch, capacity=capacity, cache_dtype=cache_dtype)
-        return state, working.trace(program, params, drafter_params, state, backend)
-
-
-def _flat(tree: Any) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_flatten_with_path(tree)[0]
-
-
-def _sum(size: Size, kind: str, leaves: Iterable[tuple[Any, Any]]) -> int:
-    return sum(size(kind, path, leaf) for path, leaf in leaves)
+    yield Component("target weights", "weights", total("weights", params))
+    yield Component("drafter weights", "weights", total("weights", own))
+    yield Component("target KV, committed", "kv", cache_bytes - window_bytes)
+    yield Component("target KV, speculative window", "kv", window_bytes)
+    yield Component("drafter KV", "kv", total("kv", caches))
+    yield Component("drafter state", "state", total("state", others))
+    yield Component("tapped hidden states", "state", total("hidden", state.hidden))
+    yield Component("tokens and counts", "state", total("state", loop))
+    for buffer in buffers(traced, backend):
+        size = 0 if buffer.array is None else buffer.count * layout.size(buffer.kind, (), buffer.array)
+        yield Component(buffer.name, "buffers", size, buffer.phases)
 
 
 def _held(components: Iterable[Component], phase: str, group: str | None = None) -> int:
     return sum(part.bytes for part in components if phase in part.phases and group in (None, part.group))
 
 
-def _itemsize(dtype: Any) -> int:
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return int(jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).size) * 4
-    return int(np.dtype(dtype).itemsize)
-
-
-def _check_draft(program: decode.Program, draft: Any, state: Any, capacity: int) -> None:
-    """What a traced draft must keep to, so that a round can follow a round."""
-    name, nodes = type(program.drafter).__name__, draft.tokens.shape[1]
-    if nodes >= capacity:
-        raise ValueError(f"{name} drafts {nodes} tokens, which do not fit into {capacity} cache slots")
-    before, after = ((jax.tree.structure(tree), _shapes(tree)) for tree in (state.drafter, draft.state))
-    if before != after:
-        raise ValueError(
-            f"{name}: its state must keep its tree, shapes and dtypes; `init` returns {_shapes(state.drafter)}, "
-            f"`propose` {_shapes(draft.state)}"
-        )
-
-
-def _shapes(tree: Any) -> list[str]:
-    return [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(tree)]
+def _shown(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
 def _check(program: decode.Program, batch: int, capacity: int) -> None:

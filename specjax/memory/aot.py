@@ -19,9 +19,8 @@ from pathlib import Path
 import jax
 
 from specjax.memory import compiler, hardware
-from specjax.memory.buffer_assignment import Assignment, dump_options, read_dump
-from specjax.memory.device import measured_peak
-from specjax.memory.refusal import read_refusal
+from specjax.memory.buffer_assignment import Assignment, dump_options, out_of_memory, read_dump, read_refusal
+from specjax.memory.measured_device import measured_peak
 from specjax.memory.strategy import Strategy
 
 TIMEOUT_S = 600
@@ -105,9 +104,7 @@ def compile_here(strategy: Strategy) -> Ahead:
             seconds, figures = time.perf_counter() - begin, read_dump(folder)
             return Ahead(figures, "", seconds, measured_peak(executable, lowered.in_avals))
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            return Ahead(read_dump(folder), str(error), time.perf_counter() - begin)
+            return Ahead(read_dump(folder), out_of_memory(error), time.perf_counter() - begin)
 
 
 def _wait(child: subprocess.Popen[str], folder: str, limit_bytes: int) -> Assignment | None:

@@ -7,8 +7,8 @@ weights that it converts before a product, and on a TPU a padded copy of an embe
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +18,25 @@ import numpy as np
 from jax.extend import core
 
 from specjax import cache as kv
-from specjax import decode
 from specjax.memory.buffer_assignment import TABLE_BYTES
-from specjax.memory.round_trace import Weights, vocabulary_sizes
+from specjax.memory.round_trace import Round
 
 PHASES = ("draft", "verify", "commit")
-
 
 TABLES = 5
 """Tuples whose addresses a TPU's compiler keeps in HBM, for each product with a weight: 2 to 9 in the programs of
 `experiments/memory_table.md`, in 16 KiB each (`specjax.memory.buffer_assignment.TABLE_BYTES`): most of what it adds."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """An array that is there for a while, or `None` in a round that has none."""
+
+    name: str
+    kind: str  # as `specjax.mesh.Layout` splits it
+    array: Any
+    phases: tuple[str, ...]
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -43,100 +52,71 @@ class Products:
     count: int  # products with a weight
 
 
-Buffer = tuple[str, str, Any, int, tuple[str, ...]]
-"""Name, kind (for `Size`), array or `None`, how many of it, phases."""
-
-
-@dataclass(frozen=True)
-class Round:
-    """A traced round: the draft's shapes, and the buffers that live inside of it."""
-
-    draft: Any  # a `Draft` of shapes
-    buffers: tuple[Buffer, ...]
-
-
-def trace(program: decode.Program, params: Weights, drafter_params: Weights, state: Any, backend: str) -> Round:
-    """Trace a round's two halves."""
-    weights = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((params, drafter_params)) if leaf.ndim == 2}
-    vocab = vocabulary_sizes(program.model)
-    propose = functools.partial(decode.propose, program)
-    drafting, draft = _products(propose, (params, drafter_params, state), weights, vocab)
-    verifying, _ = _products(functools.partial(decode.settle, program), (params, state, draft), weights, vocab)
-    batch, nodes = draft.tokens.shape
-    law = jax.ShapeDtypeStruct((batch, nodes + 1, program.model.vocab_size), jnp.float32)
-    further = jax.ShapeDtypeStruct((batch, 1, program.model.vocab_size), jnp.float32)
-    mask = None if draft.parents is None else jax.ShapeDtypeStruct((batch, nodes + 1, nodes + 1), jnp.bool)
-    buffers: tuple[Buffer, ...] = (
-        ("draft law", "law", draft.log_q, 1, ("draft", "verify")),
-        ("verification logits", "law", law, 1, ("verify",)),
-        ("target law", "law", law, 1, ("verify",)),
-        ("tree mask", "mask", mask, 1, ("verify",)),
-        ("further token's law", "law", further, 1, ("commit",)),
+def buffers(traced: Round, backend: str) -> Iterator[Buffer]:
+    """The buffers of a round on a backend (`cpu`, `gpu` or `tpu`), always the same names in the same order."""
+    held = (traced.params, traced.drafter_params)
+    weights = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(held) if leaf.ndim == 2}
+    drafting, verifying = (
+        _products(jaxpr, weights, traced.vocabulary_sizes) for jaxpr in (traced.drafting, traced.verifying)
     )
+    (batch, nodes), vocab = traced.draft.tokens.shape, traced.program.model.vocab_size
+    law = jax.ShapeDtypeStruct((batch, nodes + 1, vocab), jnp.float32)
+    mask = None if traced.draft.parents is None else jax.ShapeDtypeStruct((batch, nodes + 1, nodes + 1), jnp.bool)
+    yield Buffer("draft law", "law", traced.draft.log_q, ("draft", "verify"))
+    yield Buffer("verification logits", "law", law, ("verify",))
+    yield Buffer("target law", "law", law, ("verify",))
+    yield Buffer("tree mask", "mask", mask, ("verify",))
+    yield Buffer("further token's law", "law", jax.ShapeDtypeStruct((batch, 1, vocab), jnp.float32), ("commit",))
     for phase, found in (("draft", drafting), ("verify", verifying)):
-        buffers += (
-            (f"attention scores, {phase}", "scores", found.scores, 2, (phase,)),  # scores, and their softmax
-            (f"features, {phase}", "features", found.features, 1, (phase,)),
-            (f"activations, {phase}", "activations", found.activations, 1, (phase,)),
-        )
+        yield Buffer(f"attention scores, {phase}", "scores", found.scores, (phase,), 2)  # scores, and their softmax
+        yield Buffer(f"features, {phase}", "features", found.features, (phase,))
+        yield Buffer(f"activations, {phase}", "activations", found.activations, (phase,))
         if backend == "cpu":
-            held = PHASES if found.repeated else (phase,)
-            buffers += ((f"dequantised weights, {phase}", "dequantised", found.repeated or found.converted, 1, held),)
+            phases = PHASES if found.repeated else (phase,)
+            yield Buffer(f"dequantised weights, {phase}", "dequantised", found.repeated or found.converted, phases)
     if backend == "cpu":
-        buffers += (("float32 copies", "copies", _widened((params, drafter_params, state)), 1, PHASES),)
+        yield Buffer("float32 copies", "copies", _widened((*held, traced.state)), PHASES)
     if backend == "tpu":
         tables = jax.ShapeDtypeStruct((TABLES * TABLE_BYTES * (drafting.count + verifying.count),), jnp.uint8)
-        buffers += (("address tables, estimated", "tables", tables, 1, PHASES),)
-        own = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(drafter_params)}
-        for whose, found in (("target", verifying.looked_up), ("drafter", drafting.looked_up)):
-            if found is not None and (whose == "target" or (found.shape, found.dtype) in own):
-                buffers += ((f"embedding, padded, {whose}", "dequantised", _padded(found), 1, PHASES),)
-    return Round(draft, buffers)
+        yield Buffer("address tables, estimated", "tables", tables, PHASES)
+        own = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(traced.drafter_params)}
+        for whose, table in (("target", verifying.looked_up), ("drafter", drafting.looked_up)):
+            if table is not None and (whose == "target" or (table.shape, table.dtype) in own):
+                yield Buffer(f"embedding, padded, {whose}", "dequantised", _padded(table), PHASES)
 
 
-def _products(
-    function: Callable[..., Any], arguments: tuple[Any, ...], weights: set[Any], vocab: frozenset[int]
-) -> tuple[Products, Any]:
-    jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    scores: list[Any] = []
-    features: list[Any] = []
-    activations: list[Any] = []
-    converted: list[Any] = []
-    repeated: list[Any] = []
-    looked_up: list[Any] = []
+def _products(jaxpr: Any, weights: set[Any], vocab: frozenset[int]) -> Products:
+    found: dict[str, list[Any]] = defaultdict(list)
     count = 0
-    for equation, looped in _equations(jaxpr.jaxpr, False):
-        operands = [variable.aval for variable in equation.invars]
-        if equation.primitive.name == "dot_general":
-            count += any(operand.ndim == 2 for operand in operands)
+    for equation, looped in _equations(jaxpr, False):
+        operands, name = [variable.aval for variable in equation.invars], equation.primitive.name
+        if name == "dot_general":
+            matrices = [operand for operand in operands if operand.ndim == 2]
+            count += bool(matrices)
             if all(operand.ndim > 2 for operand in operands):
-                scores.append(equation.outvars[0].aval)
-            elif not any(operand.ndim == 2 and not vocab.isdisjoint(operand.shape) for operand in operands):
-                (features if operands[0].ndim == 2 else activations).append(equation.outvars[0].aval)
-        elif equation.primitive.name == "gather" and (operands[0].shape, operands[0].dtype) in weights:
-            looked_up.append(operands[0])
-        elif equation.primitive.name == "convert_element_type" and (operands[0].shape, operands[0].dtype) in weights:
-            converted.append(equation.outvars[0].aval)
+                found["scores"].append(equation.outvars[0].aval)
+            elif all(vocab.isdisjoint(matrix.shape) for matrix in matrices):
+                found["features" if operands[0].ndim == 2 else "activations"].append(equation.outvars[0].aval)
+        elif name in ("gather", "convert_element_type") and (operands[0].shape, operands[0].dtype) in weights:
+            if name == "gather":
+                found["looked_up"].append(operands[0])
+                continue
+            found["converted"].append(equation.outvars[0].aval)
             if looped:
-                repeated.append(equation.outvars[0].aval)
-    total = sum(int(np.prod(leaf.shape)) for leaf in repeated)
-    whole = jax.ShapeDtypeStruct((total,), converted[0].dtype) if repeated else None
-    found = Products(
-        scores=_biggest(scores),
-        features=_biggest(features),
-        activations=_biggest(activations),
-        converted=_biggest(converted),
-        repeated=whole,
-        looked_up=_biggest(looked_up),
-        count=count,
-    )
-    return found, result
+                found["repeated"].append(equation.outvars[0].aval)
+    largest = {name: _biggest(found[name]) for name in ("scores", "features", "activations", "converted", "looked_up")}
+    return Products(**largest, repeated=_together(found["repeated"], largest["converted"]), count=count)
+
+
+def _together(arrays: list[Any], like: Any) -> Any:
+    """All arrays as one."""
+    return jax.ShapeDtypeStruct((sum(int(np.prod(leaf.shape)) for leaf in arrays),), like.dtype) if arrays else None
 
 
 def _widened(tree: Any) -> Any:
     """All 16-bit floats as one float32 array: a CPU multiplies in float32, and widens what does not change once."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.dtype in (jnp.bfloat16, jnp.float16)]
-    return jax.ShapeDtypeStruct((sum(int(np.prod(leaf.shape)) for leaf in leaves),), jnp.float32) if leaves else None
+    return _together(leaves, jax.ShapeDtypeStruct((), jnp.float32))
 
 
 def _padded(matrix: Any) -> Any:

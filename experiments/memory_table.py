@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from specjax.memory import hardware
-from specjax.memory.ahead import compile_ahead
-from specjax.memory.sharding import place
-from specjax.memory.strategies import Strategy
+from specjax.memory.aot import compile_ahead
+from specjax.memory.strategy import Strategy
 
 HERE = Path(__file__).parent
 WINDOW, SHOWN_BYTES = 5, 2**16
@@ -66,8 +65,8 @@ def cells() -> Iterator[tuple[str, str, Strategy]]:
 
 def measure(name: str, mesh: str, strategy: Strategy) -> dict[str, Any]:
     """One row: bytes per device from shapes and from the compiler."""
-    device, layout = place(name, mesh, 1, strategy.model.config)
-    account = strategy.account(layout.size)
+    device, layout = hardware.place(name, mesh, 1, strategy.model.config)
+    account = strategy.account(layout)
     found = compile_ahead(strategy, device, mesh)
     peak, figures = account.peak_phase, found.figures
     row = {

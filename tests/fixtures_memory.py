@@ -6,9 +6,9 @@ import pytest
 
 from specjax import decode
 from specjax.drafter import load
-from specjax.memory.sharding import Layout
-from specjax.memory.state import state_shapes
-from specjax.memory.traffic import traffic
+from specjax.memory.jaxpr_traffic import traffic
+from specjax.memory.round_trace import trace_round
+from specjax.mesh import Layout
 from specjax.model import PRESETS, Llama
 from specjax.testing import tiny_config
 
@@ -29,9 +29,8 @@ def measured_traffic(drafter, batch=2, capacity=64, layout=None, backend="tpu", 
     drafter = load(drafter) if isinstance(drafter, str) else drafter
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), model.shapes())
     own = jax.eval_shape(lambda key, weights: drafter.params(key, model, weights), jax.random.key(0), params)
-    program = decode.Program(model, drafter)
-    state = state_shapes(program, params, own, batch=batch, capacity=capacity, cache_dtype=dtype)
-    return traffic(program, params, own, state, layout or Layout(), backend), params, own
+    traced = trace_round(decode.Program(model, drafter), params, own, batch=batch, capacity=capacity, cache_dtype=dtype)
+    return traffic(traced, layout or Layout(), backend), params, own
 
 
 def nbytes(tree):

@@ -10,9 +10,10 @@ import pytest
 from specjax import decode, make_sampling, memory
 from specjax.drafter import load
 from specjax.engine import Engine
+from specjax.memory.buffers import PHASES
 from specjax.memory.compiler import QUICK, lower
-from specjax.memory.shapes import PHASES, nbytes
-from specjax.memory.state import state_shapes
+from specjax.memory.round_trace import state_shapes
+from specjax.mesh import nbytes
 from specjax.model import Llama
 from specjax.testing import tiny_config, tiny_model
 
@@ -50,7 +51,7 @@ def test_no_strategy_pays_for_a_second_cache_or_a_second_copy_of_weights(name):
     held = account.phase_bytes("verify", "weights") + account.phase_bytes("verify", "kv")
     assert found.temp_bytes - named < 0.02 * held
     state = state_shapes(*subject, **SIZES)
-    assert found.alias_bytes == sum(nbytes("", (), leaf) for leaf in jax.tree.leaves(state))  # all of it is donated
+    assert found.alias_bytes == sum(nbytes(leaf) for leaf in jax.tree.leaves(state))  # all of it is donated
     assert found.total_bytes == pytest.approx(account.needed_bytes, rel=0.02)
 
 
@@ -60,7 +61,7 @@ def test_a_round_alone_needs_no_more_than_the_loop_of_them():
     step = memory.compiler.read(decode.step.lower(program, params, own, state).compile(QUICK))
     held = memory.account(program, params, own, **SIZES).needed_bytes
     assert step.total_bytes == pytest.approx(held, rel=0.02)
-    assert step.alias_bytes == sum(nbytes("", (), leaf) for leaf in jax.tree.leaves(state))
+    assert step.alias_bytes == sum(nbytes(leaf) for leaf in jax.tree.leaves(state))
 
 
 def test_a_program_that_keeps_a_copy_of_its_cache_is_caught():

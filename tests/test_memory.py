@@ -9,14 +9,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from specjax import decode, memory
+from specjax import decode, memory, mesh
 from specjax.cli import main
+from specjax.cli import memory as command
 from specjax.drafter import Drafter, load
 from specjax.engine import Engine
-from specjax.memory import ahead, cli, hardware, sharding
+from specjax.memory import aot, hardware
+from specjax.memory.account import GROUPS
+from specjax.memory.buffers import PHASES
 from specjax.memory.compiler import Compiled
-from specjax.memory.shapes import GROUPS, PHASES, is_cache, nbytes
-from specjax.memory.strategies import Strategy
+from specjax.memory.strategy import Strategy
+from specjax.mesh import is_cache, nbytes
 from specjax.model import PRESETS, Llama
 from specjax.testing import tiny_config
 from specjax.types import Draft
@@ -41,7 +44,7 @@ def account(*arguments, batch=2, capacity=64, cache_dtype=jnp.float32, **options
 
 def kv_bytes(name, batch, tokens, dtype):
     cache = jax.eval_shape(lambda: Llama(PRESETS[name]).init_cache(batch, tokens, dtype))
-    return sum(nbytes("kv", (), leaf) for leaf in jax.tree.leaves(cache))
+    return sum(nbytes(leaf) for leaf in jax.tree.leaves(cache))
 
 
 def test_a_cache_worked_out_by_hand():
@@ -173,10 +176,10 @@ def test_more_branches_never_need_less_and_a_tree_pays_for_its_mask():
 
 
 def test_a_dimension_that_the_mesh_does_not_divide_is_whole_on_every_device():
-    layout = sharding.layout(4, 2)
+    layout = mesh.split(4, 2)
     odd, even = (jax.ShapeDtypeStruct((2, 3, vocab), jnp.float32) for vocab in (61, 64))
-    assert layout.size("law", (), odd) == nbytes("law", (), odd)
-    assert layout.size("law", (), even) * 4 == nbytes("law", (), even)
+    assert layout.size("law", (), odd) == nbytes(odd)
+    assert layout.size("law", (), even) * 4 == nbytes(even)
 
 
 @dataclass(frozen=True)
@@ -217,19 +220,19 @@ def test_a_cache_is_told_from_other_state_by_its_form():
 
 
 def test_weights_split_over_a_mesh_and_heads_that_do_not_divide_it_are_repeated():
-    layout = sharding.layout(16, 8)
+    layout = mesh.split(16, 8)
     assert (layout.heads, layout.group, layout.devices) == (8, 2, 16)
     strategy = Strategy("llama-3.1-8b", "none", 1, 16)
-    whole, split = (sum(size("weights", *leaf) for leaf in leaves(strategy)) for size in (nbytes, layout.size))
-    twice = sum(nbytes("", *leaf) for leaf in leaves(strategy, "k_proj", "v_proj"))
-    everywhere = sum(nbytes("", *leaf) for leaf in leaves(strategy, *NORMS))
+    whole, split = (one.total("weights", strategy.shapes()[1]) for one in (mesh.Layout(), layout))
+    twice = sum(nbytes(leaf[1]) for leaf in leaves(strategy, "k_proj", "v_proj"))
+    everywhere = sum(nbytes(leaf[1]) for leaf in leaves(strategy, *NORMS))
     assert split * 16 == whole + twice + 15 * everywhere
     cache = jax.ShapeDtypeStruct((4, 8, 32, 128), jnp.bfloat16)
-    assert layout.size("kv", (), cache) * 8 == nbytes("kv", (), cache)
+    assert layout.size("kv", (), cache) * 8 == nbytes(cache)
     odd = jax.ShapeDtypeStruct((4, 3, 32, 64), jnp.bfloat16)
-    assert layout.size("kv", (), odd) == nbytes("kv", (), odd)
+    assert layout.size("kv", (), odd) == nbytes(odd)
     with pytest.raises(ValueError, match="data=3: must divide the mesh of 16 devices"):
-        sharding.layout(16, 8, data=3)
+        mesh.split(16, 8, data=3)
 
 
 NORMS = ("norm", "input_layernorm", "post_attention_layernorm")
@@ -243,7 +246,7 @@ def leaves(strategy, *names):
 def test_what_is_added_a_sequence_does_not_depend_on_how_many_copies_of_the_model_share_the_rows(capsys):
     found = []
     for words in (("--batch", "1"), ("--mesh", "2", "--data", "2", "--batch", "2")):
-        assert cli.run(arguments(*SMALL, "--device", "h100", *words, "--json")) == 0
+        assert command.run(arguments(*SMALL, "--device", "h100", *words, "--json")) == 0
         found.append(json.loads(capsys.readouterr().out)[1])
     assert found[0]["added_per_sequence_bytes"] == found[1]["added_per_sequence_bytes"] > 0
     assert found[0]["peak_bytes"] == max(found[0]["phases"].values())
@@ -261,7 +264,7 @@ def test_unknown_is_not_zero():
 
 def arguments(*words):
     parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
+    command.add_arguments(parser)
     return parser.parse_args(words)
 
 
@@ -269,12 +272,12 @@ SMALL = ("--target", "smollm2-135m", "--drafter", "ngram", "--context", "256")
 
 
 def test_the_command_prints_what_fits(capsys):
-    assert cli.run(arguments(*SMALL, "--device", "rtx-4090", "--json")) == 0
+    assert command.run(arguments(*SMALL, "--device", "rtx-4090", "--json")) == 0
     plain, ngram = json.loads(capsys.readouterr().out)
     assert plain["drafter"] == "none"
     assert ngram["added_bytes"]["weights"] == ngram["added_bytes"]["kv"] == 0
     assert ngram["largest_batch"] <= plain["largest_batch"]
-    assert cli.run(arguments(*SMALL)) == 0
+    assert command.run(arguments(*SMALL)) == 0
     assert "largest batch" in capsys.readouterr().out
 
 
@@ -310,7 +313,7 @@ def test_a_config_file_is_a_target_like_a_preset(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     shown = []
     for target in ("llama-3.1-8b", str(tmp_path), str(tmp_path / "config.json")):
-        assert cli.run(arguments("--target", target, "--drafter", "ngram", "--context", "256", "--json")) == 0
+        assert command.run(arguments("--target", target, "--drafter", "ngram", "--context", "256", "--json")) == 0
         shown.append([fact["components"] for fact in json.loads(capsys.readouterr().out)])
     assert shown[0] == shown[1] == shown[2]
 
@@ -353,11 +356,11 @@ def test_a_mesh_is_counted_a_device_and_in_all_and_what_speculation_takes_away_i
     large = ("--target", "llama-3.1-8b", "--drafter", "external:qwen3-0.6b", "--device", "h100", "--mesh", "4")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "qwen3-0.6b", PRESETS["llama-3.1-8b"])  # the vocabularies must agree
-        assert cli.run(arguments(*large, "--batch", "4", "--json")) == 0
+        assert command.run(arguments(*large, "--batch", "4", "--json")) == 0
         plain, external = json.loads(capsys.readouterr().out)
         assert external["peak_bytes_all_devices"] == 4 * external["peak_bytes"]
         assert external["largest_batch"] < plain["largest_batch"]
-        assert cli.run(arguments(*large, "--batch", "4")) == 0
+        assert command.run(arguments(*large, "--batch", "4")) == 0
     shown = capsys.readouterr().out
     assert "the most, all 4 devices" in shown
     assert f"{1 - external['largest_batch'] / plain['largest_batch']:.1%}" in shown
@@ -377,9 +380,9 @@ def test_a_tpu_pads_narrow_heads_and_takes_rows_of_an_odd_embedding_from_a_padde
 
 @pytest.mark.parametrize(("device", "extra"), [("tpu-v5e", "tpu-aot"), ("h100", "cuda-aot")])
 def test_a_missing_compiler_names_the_extra(device, extra, monkeypatch):
-    monkeypatch.setattr(ahead, "_spec", lambda module: None)
-    with pytest.raises(ahead.CompilerMissingError, match=rf"pip install 'specjax\[{extra}\]'"):
-        ahead.check_installed(hardware.find(device))
+    monkeypatch.setattr(aot, "_spec", lambda module: None)
+    with pytest.raises(aot.CompilerMissingError, match=rf"pip install 'specjax\[{extra}\]'"):
+        aot.check_installed(hardware.find(device))
 
 
 @pytest.mark.parametrize("device", hardware.DEVICES.values(), ids=lambda device: device.name)

@@ -13,14 +13,15 @@ import pytest
 from fixtures_memory import preset  # noqa: F401
 from specjax.experiments import memory_table
 
-from specjax.memory import ahead, cli, device, hardware, sharding
-from specjax.memory.ahead import Ahead
-from specjax.memory.assignment import Assignment, dump_options, parse, read_dump
+from specjax import mesh
+from specjax.cli import memory as command
+from specjax.memory import aot, hardware, measured_device
+from specjax.memory.aot import Ahead
+from specjax.memory.buffer_assignment import Assignment, dump_options, parse, read_dump, read_refusal
+from specjax.memory.buffers import PHASES
 from specjax.memory.compiler import QUICK, lower, read
 from specjax.memory.gpu_targets import GPU_TARGETS
-from specjax.memory.refusal import read_refusal
-from specjax.memory.shapes import PHASES
-from specjax.memory.strategies import Strategy
+from specjax.memory.strategy import Strategy
 
 ROOT = Path(__file__).parent.parent
 ASSIGNMENT = """BufferAssignment:
@@ -124,7 +125,7 @@ def test_temporaries_that_alone_are_too_much():
 
 def arguments(*words):
     parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
+    command.add_arguments(parser)
     return parser.parse_args(words)
 
 
@@ -135,10 +136,10 @@ def test_the_command_shows_what_a_compiler_says_or_refuses(monkeypatch, capsys):
             Ahead(None, "RESOURCE_EXHAUSTED: temporaries (40.42G) exceeds available HBM (15.75G).", 1),
         ]
     )
-    monkeypatch.setattr(cli, "check_installed", lambda device: None)
-    monkeypatch.setattr(cli, "compile_ahead", lambda *args, **options: next(answers))
+    monkeypatch.setattr(command, "check_installed", lambda device: None)
+    monkeypatch.setattr(command, "compile_ahead", lambda *args, **options: next(answers))
     small = ("--target", "smollm2-135m", "--drafter", "ngram", "--context", "256", "--device", "tpu-v5e")
-    assert cli.run(arguments(*small, "--compile")) == 0
+    assert command.run(arguments(*small, "--compile")) == 0
     shown = capsys.readouterr().out
     assert "none: arguments 1.000 GiB, temporaries 1.0 MiB (sort: f32[8,49152] 1.0)" in shown
     assert "ngram: does not fit: needs 40.42 of 15.75 GiB" in shown
@@ -156,17 +157,17 @@ def test_a_mesh_that_a_tpu_is_not_built_in_is_refused_with_the_rule(name, mesh, 
 
 
 def test_a_device_says_its_peak_or_nothing(monkeypatch):
-    assert device.peak_bytes() is None  # a CPU does not count
+    assert measured_device.peak_bytes() is None  # a CPU does not count
 
     class Fake:
         def __init__(self, stats):
             self.memory_stats = lambda: stats
 
     devices = [Fake({"peak_bytes_in_use": 5}), Fake({"peak_bytes_in_use": 7}), Fake(None)]
-    monkeypatch.setattr(device.jax, "local_devices", lambda: devices)
-    assert device.peak_bytes() == 7
-    monkeypatch.setattr(device.jax, "local_devices", lambda: [Fake({"peak_bytes_in_use": 0})])
-    assert device.peak_bytes() is None  # zero is not known
+    monkeypatch.setattr(measured_device.jax, "local_devices", lambda: devices)
+    assert measured_device.peak_bytes() == 7
+    monkeypatch.setattr(measured_device.jax, "local_devices", lambda: [Fake({"peak_bytes_in_use": 0})])
+    assert measured_device.peak_bytes() is None  # zero is not known
 
 
 def test_a_programs_peak_is_the_devices_where_it_rises(monkeypatch):
@@ -174,24 +175,24 @@ def test_a_programs_peak_is_the_devices_where_it_rises(monkeypatch):
     arguments = (((jax.ShapeDtypeStruct((3,), jnp.float32),)), {})
     for peaks, found in (([None, None], None), ([0, 5, 9], 9), ([5, 5, 9], 9), ([9, 9, 9], None)):
         said = iter(peaks)
-        monkeypatch.setattr(device, "peak_bytes", lambda said=said: next(said) or None)
-        assert device.measured_peak(program, arguments) == found
+        monkeypatch.setattr(measured_device, "peak_bytes", lambda said=said: next(said) or None)
+        assert measured_device.measured_peak(program, arguments) == found
 
 
 def test_this_machine_compiles_and_a_device_that_counts_is_asked(monkeypatch, capsys):
     machine = dataclasses.replace(hardware.find("rtx-4090"), name="this", platform="cpu")
     monkeypatch.setattr(hardware, "find", lambda name: machine)
     asked = []
-    monkeypatch.setattr(ahead, "measured_peak", lambda *args: asked.append(1) or 2**30 * len(asked))
+    monkeypatch.setattr(aot, "measured_peak", lambda *args: asked.append(1) or 2**30 * len(asked))
     tiny = ("--target", "tiny", "--drafter", "external", "--context", "64", "--dtype", "float32")
-    assert cli.run(arguments(*tiny, "--device", "this", "--compile", "--json")) == 0
+    assert command.run(arguments(*tiny, "--device", "this", "--compile", "--json")) == 0
     facts = {fact["drafter"]: fact for fact in json.loads(capsys.readouterr().out)}
     for fact in facts.values():
         assert sum(fact["compiler_temporaries"].values()) < fact["compiler_bytes"]
         assert fact["compiler_bytes"] > fact["components"]["target weights"]
     order = sorted(facts, key=lambda name: facts[name]["peak_bytes"])
     assert [facts[name]["device_peak_bytes"] for name in order] == [2**30, 2**31]  # ascending
-    assert cli.run(arguments(*tiny, "--device", "this", "--compile")) == 0
+    assert command.run(arguments(*tiny, "--device", "this", "--compile")) == 0
     assert "the device says" in capsys.readouterr().out
 
 
@@ -200,14 +201,14 @@ def test_a_round_that_does_not_fit_here_is_a_result(monkeypatch):
         def compile(self, **options):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(ahead.compiler, "lower", lambda *args, **options: Full())
-    found = ahead.compile_here(Strategy("tiny", "none", 1, 64, platform="cpu"))
+    monkeypatch.setattr(aot.compiler, "lower", lambda *args, **options: Full())
+    found = aot.compile_here(Strategy("tiny", "none", 1, 64, platform="cpu"))
     assert found.figures is None
     assert "does not fit" in str(found)
 
 
 def test_a_tpu_v7_is_told_to_keep_one_layout_and_others_are_told_nothing():
-    v7, v5e = (ahead._environment(hardware.find(name), "2x2x1") for name in ("tpu-v7", "tpu-v5e"))
+    v7, v5e = (aot._environment(hardware.find(name), "2x2x1") for name in ("tpu-v7", "tpu-v5e"))
     assert v7["LIBTPU_INIT_ARGS"] == "--xla_tpu_control_large_2nd_minor_layout_for_x16=false"
     assert v5e["LIBTPU_INIT_ARGS"] == ""
 
@@ -229,8 +230,8 @@ def test_a_gpu_target_is_the_device_of_that_name(name):
 
 def installed(name):
     try:
-        ahead.check_installed(hardware.find(name))
-    except ahead.CompilerMissingError as missing:
+        aot.check_installed(hardware.find(name))
+    except aot.CompilerMissingError as missing:
         pytest.skip(str(missing))
     return hardware.find(name)
 
@@ -249,8 +250,8 @@ def installed(name):
 def test_the_devices_compiler_agrees_with_the_shapes_and_holds_nothing_twice(name, mesh, target, drafter):
     device_ = installed(name)
     strategy = Strategy(target, drafter, 8, 8192, 2, platform=device_.platform)
-    found = ahead.compile_ahead(strategy, device_, mesh).figures
-    account = strategy.account(sharding.place(name, mesh, 1, strategy.model.config)[1].size)
+    found = aot.compile_ahead(strategy, device_, mesh).figures
+    account = strategy.account(hardware.place(name, mesh, 1, strategy.model.config)[1])
     assert found.total_bytes == pytest.approx(account.needed_bytes, rel=0.02 if device_.platform == "tpu" else 0.05)
     held = account.phase_bytes("verify", "weights") + account.phase_bytes("verify", "kv")
     named = max(account.phase_bytes(phase, "buffers") for phase in PHASES)
@@ -259,7 +260,7 @@ def test_the_devices_compiler_agrees_with_the_shapes_and_holds_nothing_twice(nam
 
 
 def test_a_program_that_a_tpu_cannot_hold_is_a_result_with_the_compilers_breakdown():
-    found = ahead.compile_ahead(Strategy("llama-3.1-8b", "none", 8, 4096), installed("tpu-v5e"), "1x1")
+    found = aot.compile_ahead(Strategy("llama-3.1-8b", "none", 8, 4096), installed("tpu-v5e"), "1x1")
     refused = read_refusal(found.refusal)
     assert refused.needed_bytes > refused.limit_bytes == hardware.find("tpu-v5e").limit_bytes
     assert found.figures.total_bytes > refused.limit_bytes
@@ -306,7 +307,7 @@ def test_what_the_compilers_refused_does_not_fit_by_its_shapes_either():
 def test_the_committed_shapes_are_those_of_today():
     for row in (row for row in ROWS if (row["device"], row["mesh"], row["context"]) == ("tpu-v5e", "2x2", 16_384)):
         strategy = Strategy(*(row[name] for name in ("target", "drafter", "batch", "context", "window", "dtype")))
-        assert strategy.account(sharding.layout(4, 8).size).needed_bytes == row["shapes_bytes"]
+        assert strategy.account(mesh.split(4, 8)).needed_bytes == row["shapes_bytes"]
 
 
 def test_the_tables_in_text_are_those_of_the_rows():

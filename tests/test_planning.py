@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 from fixtures_memory import preset  # noqa: F401
 
-from specjax import cli
-from specjax.memory import hardware, here, planner, roofline, sharding, sizes, sweep, tiers
+from specjax import cli, mesh
+from specjax.cli import sizes
+from specjax.memory import hardware, measured_device, planner, roofline, sweep, tiers
 from specjax.memory.acceptance import Acceptance, Profile
-from specjax.memory.fitting import Growth, traffic_of
+from specjax.memory.growth import Growth, traffic_of
 from specjax.memory.roofline import Prediction, RoundTime
-from specjax.memory.strategies import Strategy
+from specjax.memory.strategy import Strategy
 from specjax.types import Counts
 
-WHOLE = sharding.Layout()
+WHOLE = mesh.Layout()
 TREE = "specjax/testing.py:Tree"
 
 
@@ -27,7 +28,7 @@ def growth(drafter, windows=(), layout=WHOLE):
 @pytest.mark.parametrize(
     ("drafter", "windows", "layout"),
     [
-        ("ngram", (), sharding.layout(4, 2, data=2)),
+        ("ngram", (), mesh.split(4, 2, data=2)),
         ("external", (1, 4), WHOLE),
         (TREE, (5,), WHOLE),
     ],
@@ -37,7 +38,7 @@ def test_growth_equals_a_fresh_trace_at_other_sizes(drafter, windows, layout):
     for batch, context, window in ((6, 200, 6), (14, 499, 3)):
         window = window if len(windows) > 1 else found.axes[2][0]
         strategy = Strategy("tiny", drafter, batch, context, window, platform="gpu")
-        assert found.account(batch, context, window) == strategy.account(layout.size)
+        assert found.account(batch, context, window) == strategy.account(layout)
         assert found.traffic(batch, context, window).counts == traffic_of(strategy, layout).counts
 
 
@@ -146,8 +147,8 @@ def test_a_tree_emits_no_more_than_its_depth_and_one(own):
 
 
 def test_a_matrix_that_no_rule_splits_is_whole_on_every_device_and_its_result_is_split_by_rows_only(own):
-    for layout, batch, rows in ((sharding.layout(4, 2), 8, 8), (sharding.layout(4, 2, data=2), 8, 4)):
-        found = Strategy("tiny", f"{own}:Wide", batch, 64, 2, platform="gpu").account(layout.size)
+    for layout, batch, rows in ((mesh.split(4, 2), 8, 8), (mesh.split(4, 2, data=2), 8, 4)):
+        found = Strategy("tiny", f"{own}:Wide", batch, 64, 2, platform="gpu").account(layout)
         assert found.bytes("activations, draft") == rows * 4096 * 4
         assert found.bytes("drafter weights") == 16 * 4096 * 4
 
@@ -290,8 +291,8 @@ def test_what_gives_way_is_named_and_is_enough():
     assert {"precision: KV in float8_e4m3fn", "drafter: `none` meets the bounds"} <= set(ways)
     none = planner.ways_out(question(limit_bytes=30_000, drafters=()), "none", 0)
     assert none[0].startswith("neither batch nor context: weights alone are")
-    limit = growth("none", (), sharding.layout(6, 2, data=3)).needed_bytes(3, 64)
-    copies = question(layout=sharding.layout(3, 2, data=3), batch=3, limit_bytes=limit, drafters=())
+    limit = growth("none", (), mesh.split(6, 2, data=3)).needed_bytes(3, 64)
+    copies = question(layout=mesh.split(3, 2, data=3), batch=3, limit_bytes=limit, drafters=())
     assert (
         planner._more_devices(copies, "none", 3, 64, 0) == "devices: 6 instead of 3"
     )  # three copies, two devices each
@@ -320,7 +321,7 @@ def test_crossings_are_the_first_sizes_at_which_something_is_so():
     assert before <= weights < at
     assert curve.needed_bytes == tuple(fresh(size).needed_bytes for size in curve.sizes)
     assert sweep.curve(found, sweep.Axis("batch", 1, 2), 1, 16, 10**9).crossings["no longer fits"] is None
-    halves = growth("external", (), sharding.layout(2, 2, data=2))
+    halves = growth("external", (), mesh.split(2, 2, data=2))
     limit = halves.needed_bytes(8, 64)
     assert sweep.curve(halves, sweep.Axis("batch", 1, 99), 1, 64, limit).crossings["no longer fits"] == 10  # not 9
     with pytest.raises(ValueError, match="sweep to context 3: external needs 5 slots at least"):
@@ -348,7 +349,7 @@ def test_a_queue_grows_by_rate_in_less_rate_out():
 
 
 def test_this_machine_is_measured():
-    device = here.measure()
+    device = measured_device.measure()
     assert device is hardware.find("this")
     assert 1e8 < device.bandwidth_bytes_per_s < 1e13
     assert 1e8 < device.bf16_flop_per_s < 1e16
@@ -367,7 +368,7 @@ def test_sizes_are_read_as_people_write_them():
     assert sizes.parse_range("1k..128k") == (1024, 131_072)
     assert sizes.parse_range("7") == (7, 7)
     assert [sizes.parse_seconds(text) for text in ("30ms", "0.03s", "500us")] == pytest.approx([0.03, 0.03, 0.0005])
-    assert sizes.powers(1, 256, 9) == (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    assert sweep.powers(1, 256, 9) == (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 SMALL = ("--target", "tiny", "--context", "64", "--drafter", "ngram")

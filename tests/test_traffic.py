@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from fixtures_memory import SIZES, measured_traffic, nbytes, preset  # noqa: F401
 
+from specjax import mesh
 from specjax.drafter import Drafter, load
-from specjax.memory import sharding
 from specjax.testing import Tree, tiny_config
 from specjax.types import Draft
 
@@ -108,7 +108,7 @@ def test_a_drafter_of_ones_own_needs_no_code_for_its_traffic():
 
 def test_a_mesh_splits_what_is_read_and_adds_two_sums_a_layer():
     whole = measured_traffic("none", num_kv_heads=4, vocab_size=64)[0]
-    layout = sharding.layout(4, 4)
+    layout = mesh.split(4, 4)
     split = measured_traffic("none", num_kv_heads=4, vocab_size=64, layout=layout)[0]
     assert split.of("verify", "target KV", "read") * 4 == whole.of("verify", "target KV", "read")
     assert split.flop("verify") * 4 == whole.flop("verify")

@@ -16,8 +16,8 @@ from specjax.cli.errors import Failure, Refusal
 COMMANDS = {
     "compare": ("specjax.cli.compare", "decode the same prompts with every drafter and print one table"),
     "generate": ("specjax.cli.generate", "stream the answer to one prompt, then its statistics"),
-    "memory": ("specjax.memory.cli", "what every strategy holds in memory, for models and devices that are not here"),
-    "plan": ("specjax.memory.plan_cli", "predict which strategy and window to choose for a device, and what gives way"),
+    "memory": ("specjax.cli.memory", "what every strategy holds in memory, for models and devices that are not here"),
+    "plan": ("specjax.cli.plan", "predict which strategy and window to choose for a device, and what gives way"),
     "load": ("specjax.cli.load", "early warnings and fingerprints of load, from a run's own records"),
     "exactness": ("specjax.cli.exactness", "test whether a drafter and a rule keep the target's law"),
     "drafters": ("specjax.cli.drafters", "list the drafters and their settings"),

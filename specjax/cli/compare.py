@@ -20,7 +20,6 @@ from specjax.cli.errors import Failure, Refusal, refusing
 from specjax.cli.preparation import DRAFTERS, SMALLEST_CAPACITY, Plan, make_manifest, make_plan
 from specjax.cli.progress import Progress
 from specjax.engine import Engine, NotFiniteError
-from specjax.memory import device
 from specjax.memory.compiler import read as read_compiled
 from specjax.memory.tiers import offloaded_account
 from specjax.record import Record
@@ -225,7 +224,7 @@ def _summarize(run: Run, complete: bool) -> dict[str, Any]:
         f"up to {args.max_new_tokens} new tokens, temperature {args.temperature:g}, batch {args.batch_size}, "
         f"{' and '.join(map(str, capacities))} slots"
     )
-    peak = device.peak_bytes()
+    peak = measured_device.peak_bytes()
     if peak is not None:
         title += f"; the device held {peak / 2**30:.2f} GiB at most, all strategies together (memory_stats)"
     return {"complete": complete, "title": title, "capacity": capacities[-1], "device_peak_bytes": peak, "rows": rows}

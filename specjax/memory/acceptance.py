@@ -21,6 +21,9 @@ import numpy as np
 
 from specjax import records as records_of
 from specjax.drafter import Drafter
+from specjax.memory.account import Account
+from specjax.memory.hardware import GiB
+from specjax.memory.strategy import Strategy
 from specjax.types import Counts
 
 
@@ -79,7 +82,7 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredAcceptance:
     """What a run says of one drafter."""
 
     profile: Profile
@@ -89,7 +92,7 @@ class Measured:
     settings: str
 
 
-def read_run(folder: Path) -> dict[str, Measured]:
+def read_run(folder: Path) -> dict[str, MeasuredAcceptance]:
     """Acceptance of every drafter of a run folder, by the name that the run gave it.
 
     Raises:
@@ -107,7 +110,7 @@ def read_run(folder: Path) -> dict[str, Measured]:
             counts = [record.counts for record in own if record.finish != "not_finite"]
             profile = Profile.counted(counts, source) if counts else Profile.conditional(row["per_position"], source)
             interval = row["acceptance_length_interval"]
-            found[row["drafter"]] = Measured(
+            found[row["drafter"]] = MeasuredAcceptance(
                 profile, row["acceptance_length"], interval and tuple(interval), target, row["settings"]
             )
     except (KeyError, TypeError) as error:
@@ -152,12 +155,47 @@ class Acceptance:
         return self.by_name.get(spec, self.by_name.get(spec.partition(":")[0], self.default))
 
 
-def match(spec: str, drafter: Drafter, run: Mapping[str, Measured]) -> Measured | None:
+def match(spec: str, drafter: Drafter, run: Mapping[str, MeasuredAcceptance]) -> MeasuredAcceptance | None:
     """The run's entry for a strategy: of the same text, else of the same settings, else of the same name."""
     if spec in run:
         return run[spec]
     same = [measured for measured in run.values() if measured.settings == repr(drafter)]
     return same[0] if same else run.get(spec.partition(":")[0])
+
+
+def join(accounts: Sequence[tuple[Strategy, Account]], run: Mapping[str, MeasuredAcceptance]) -> list[dict[str, Any]]:
+    """One row a strategy that the run measured; `best`: no other one has more acceptance for as little memory.
+
+    Raises:
+      ValueError: a run that measured none of the strategies.
+    """
+    rows = []
+    for strategy, account in accounts:
+        drafter = strategy.shapes()[0].drafter
+        if measured := match(strategy.drafter, drafter, run):
+            added = sum(account.added_bytes.values())
+            rows.append({
+                "drafter": strategy.drafter,
+                "added_bytes": added,
+                "acceptance_length": measured.acceptance_length,
+                "interval": measured.interval,
+                "acceptance_length_per_added_gib": measured.acceptance_length / (added / GiB) if added else None,
+                "expected_at_window": measured.profile.expected_tokens(drafter.num_speculative_tokens),
+                "window": drafter.num_speculative_tokens,
+                "measured_on": measured.target,
+                "measured_as": measured.settings,
+            })  # fmt: skip
+    if not rows:
+        names = ", ".join(strategy.drafter for strategy, _ in accounts)
+        raise ValueError(f"the run measured none of {names}: it has {', '.join(run)}")
+    for row in rows:
+        row["best"] = not any(_beats(other, row) for other in rows)
+    return rows
+
+
+def _beats(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    pair = (one["acceptance_length"], -one["added_bytes"]), (other["acceptance_length"], -other["added_bytes"])
+    return pair[0] != pair[1] and all(a >= b for a, b in zip(*pair, strict=True))
 
 
 def _is_number(text: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from specjax import decode
-from specjax.memory.state import Weights, state_shapes, structs
+from specjax.memory.round_trace import Weights, state_shapes, structs
 
 QUICK: dict[str, Any] = {
     "xla_backend_optimization_level": 0,

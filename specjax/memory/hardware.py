@@ -5,13 +5,16 @@ its two cores as two devices, each with half of the chip's memory and rates: ent
 the program sees it. `usable_bytes` is what the device's compiler lets a program have, read from its own
 refusal of a larger one (libtpu 0.0.52); where there is no such figure it is `None`, and all of
 `hbm_bytes` is taken, which is too much by what the runtime keeps for itself. `this` is the machine that the
-program runs on, measured (`specjax.memory.here`).
+program runs on, measured (`specjax.memory.measured_device`).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+from specjax import mesh as meshes
+from specjax.model import ModelConfig
 
 GB, GiB = 10**9, 2**30
 HERE = "this"
@@ -100,12 +103,32 @@ def find(name: str) -> Device:
       ValueError: an unknown name, with the known ones.
     """
     if name == HERE:
-        from specjax.memory import here  # measures for a second or two
+        from specjax.memory import measured_device  # measures for a second or two
 
-        return here.measure()
+        return measured_device.measure()
     if name not in DEVICES:
         raise ValueError(f"unknown device {name!r}: choose from {', '.join((*DEVICES, HERE))}")
     return DEVICES[name]
+
+
+def place(name: str, mesh: str, data: int, config: ModelConfig, batch: int = 0) -> tuple[Device, meshes.Layout]:
+    """A device by its name, and how a mesh of it splits a model, with `batch` rows where that is known.
+
+    Raises:
+      ValueError: an unknown device; a mesh that it is not built in, or that does not split the model or the rows.
+    """
+    device = find(name)
+    check_mesh(device, mesh)
+    layout = meshes.split(chips(mesh) * device.devices_per_chip, config.num_kv_heads, data=data)
+    if not layout.splits(config.intermediate_size):
+        raise ValueError(
+            f"mesh of {layout.devices} devices: the {layout.parts(meshes.MODEL)} that share a model do not divide its "
+            f"{config.intermediate_size} features, so that each would hold all of them: take a number that does, or "
+            "whole copies with --data"
+        )
+    if batch % data:
+        raise ValueError(f"batch={batch}: must be a multiple of data={data}, so that rows can be split")
+    return device, layout
 
 
 FLAT = ("tpu-v5e", "tpu-v6e")

@@ -10,12 +10,13 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from specjax.memory import roofline, sharding
+from specjax import mesh
+from specjax.memory import roofline
 from specjax.memory.acceptance import Acceptance, Profile
-from specjax.memory.fitting import Growth, grow, largest
+from specjax.memory.growth import Growth, grow, largest
 from specjax.memory.hardware import Device, GiB
 from specjax.memory.roofline import Prediction
-from specjax.memory.strategies import FP8, build
+from specjax.memory.strategy import FP8, build
 
 PLAIN = "none"
 
@@ -27,7 +28,7 @@ class Question:
     target: str
     drafters: tuple[str, ...]
     device: Device
-    layout: sharding.Layout
+    layout: mesh.Layout
     acceptance: Acceptance
     context: int
     batch: int
@@ -197,8 +198,8 @@ def _precisions(question: Question) -> Iterator[tuple[str, Question]]:
 def _more_devices(question: Question, spec: str, batch: int, context: int, window: int) -> str:
     config, data = question.growths[spec].strategy.model.config, question.layout.data
     for devices in (data * factor for factor in (2, 4, 8, 16, 32, 64)):
-        wider = replace(question, layout=sharding.layout(devices, config.num_kv_heads, data=data))
-        splits = sharding.splits(wider.layout, config.intermediate_size)
+        wider = replace(question, layout=mesh.split(devices, config.num_kv_heads, data=data))
+        splits = wider.layout.splits(config.intermediate_size)
         if devices > question.layout.devices and splits and wider.allows(spec, batch, context, window):
             return f"devices: {devices} instead of {question.layout.devices}"
     return f"nothing of batch, context, precision, drafter or up to {64 * data} devices by itself"

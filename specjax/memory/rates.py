@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from specjax import decode, plugins
 from specjax.memory.hardware import Device
-from specjax.memory.sharding import Layout
-from specjax.memory.state import state_shapes
-from specjax.memory.traffic import PHASES, traffic
+from specjax.memory.jaxpr_traffic import PHASES, traffic
+from specjax.memory.round_trace import trace_round
+from specjax.mesh import Layout
 from specjax.model import Llama, ModelConfig
 from specjax.model.config import RopeScaling
 
@@ -34,10 +34,9 @@ def of_row(
     if not seconds:
         return "the run says that its rounds took 0 s"
     try:
-        program, params, own = _rebuild(row, manifest)
-        options: dict[str, Any] = {"batch": manifest["batch_size"], "capacity": capacity}
-        state = state_shapes(program, params, own, cache_dtype=manifest["target"]["dtype"], **options)
-        found = traffic(program, params, own, state, Layout(), manifest["device"]["platform"])
+        sizes: dict[str, Any] = {"batch": manifest["batch_size"], "capacity": capacity}
+        traced = trace_round(*_rebuild(row, manifest), cache_dtype=manifest["target"]["dtype"], **sizes)
+        found = traffic(traced, Layout(), manifest["device"]["platform"])
     except Exception as error:  # a drafter's file is its author's code, and may have changed or gone since
         return f"its rounds can't be traced again: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     rates = {

@@ -17,9 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specjax.memory.acceptance import Profile
-from specjax.memory.fitting import Growth
+from specjax.memory.growth import Growth
 from specjax.memory.hardware import Device
-from specjax.memory.traffic import PARTS, Traffic
+from specjax.memory.jaxpr_traffic import PARTS, Traffic
 
 FORMULA = (
     "predicted: each part of a round takes max(bytes / bandwidth, operations / rate); "

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.table import Table
-
-from specjax.memory.fitting import Growth, largest
-from specjax.memory.shapes import Account
-from specjax.memory.sizes import parse_range, powers
+from specjax.memory.account import Account
+from specjax.memory.growth import Growth, largest
 
 AXES = ("context", "batch")
 POINTS = 33
@@ -44,24 +41,6 @@ class Curve:
         return asdict(self)
 
 
-def parse(texts: Sequence[str], longest: int) -> list[Axis]:
-    """From `context=1k..128k` and `batch=1..256`.
-
-    Raises:
-      ValueError: another axis, a malformed range, a context beyond the model's.
-    """
-    axes = []
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or name not in AXES:
-            raise ValueError(f"sweep {text!r}: give {' or '.join(f'{axis}=LOW..HIGH' for axis in AXES)}")
-        low, high = parse_range(value)
-        if name == "context" and high > longest:
-            raise ValueError(f"sweep {text!r}: the target was made for contexts of at most {longest} tokens")
-        axes.append(Axis(name, low, high))
-    return axes
-
-
 def curve(growth: Growth, axis: Axis, batch: int, context: int, limit_bytes: int) -> Curve:
     """A strategy's bytes along an axis; the other size stays."""
     step = growth.layout.data if axis.name == "batch" else 1
@@ -91,17 +70,12 @@ def curve(growth: Growth, axis: Axis, batch: int, context: int, limit_bytes: int
     )
 
 
-def table(curves: Sequence[Curve], title: str) -> Table:
-    """Where something changes, a strategy and axis a row."""
-    names = list(dict.fromkeys(name for curve in curves for name in curve.crossings))
-    shown = Table(title=title, caption="the smallest size at which it is so; -: not within the sweep")
-    for name in ("strategy", "axis", *names):
-        shown.add_column(name, justify="left" if name in ("strategy", "axis") else "right")
-    for curve in curves:
-        ends = f"{curve.axis} {curve.sizes[0]} to {curve.sizes[-1]}"
-        found = (curve.crossings.get(name, "") for name in names)
-        shown.add_row(curve.strategy, ends, *("-" if size is None else str(size) for size in found))
-    return shown
+def powers(low: int, high: int, count: int = 64) -> tuple[int, ...]:
+    """Sizes from `low` to `high`, both included, with equal ratios: at most `count` of them."""
+    if low == high:
+        return (low,)
+    steps = count - 1
+    return tuple(sorted({round(low * (high / low) ** (i / steps)) for i in range(count)}))
 
 
 def target_kv(account: Account) -> int:

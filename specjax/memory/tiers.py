@@ -11,16 +11,12 @@ for as long as the load lasts. All figures are predictions, for one device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rich import box
-from rich.table import Table
-
-from specjax.memory.hardware import GB, Device, GiB
-from specjax.memory.planner import PLAIN, Option, Question
+from specjax.memory.account import Account
+from specjax.memory.hardware import Device
 from specjax.memory.roofline import Prediction, RoundTime
-from specjax.memory.shapes import Account
 
 
 @dataclass(frozen=True)
@@ -70,33 +66,3 @@ def links(device: Device) -> dict[str, float]:
     """Rates to the tiers that are known."""
     rates = {"host memory": device.host_bytes_per_s, "NVMe": device.nvme_bytes_per_s}
     return {name: rate for name, rate in rates.items() if rate}
-
-
-def table(question: Question, options: Sequence[Option]) -> Table:
-    """What each strategy would ask of the links to slower tiers."""
-    known = links(question.device)
-    shown = Table(
-        title="tiers, PREDICTED, one device: "
-        + ", ".join(f"{name} at {rate / GB:g} GB/s" for name, rate in known.items()),
-        caption="of the peak: what is brought back for a phase is held in it; queue, GB/s: rate in - rate out at full "
-        "load; must stay: live window, laws, logits, target weights",
-        box=box.SIMPLE_HEAD,
-    )
-    for column in ("strategy", "may leave"):
-        shown.add_column(column, no_wrap=True)
-    for column in ("frees GiB", "of the peak", "needs GB/s", *(f"queue, {name}" for name in known), "speedup, fetched"):
-        shown.add_column(column, justify="right")
-    for option in options:
-        found = option.prediction
-        account = question.growths[option.spec].account(found.batch, question.context, found.window)
-        for move in moves(account, found, question.context):
-            grows = (queue_growth(move.rate_bytes_per_s, rate) / GB for rate in known.values())
-            fetched = ""
-            if move.name.startswith("weights") and "host memory" in known:
-                fetched = f"{offloaded(found, move.freed_bytes, known['host memory']).speedup:.2f}"
-            shown.add_row(
-                option.spec + (f" {found.window}" if option.spec != PLAIN else ""), move.name,
-                f"{move.freed_bytes / GiB:.2f}", f"{move.peak_bytes / GiB:.2f}", f"{move.rate_bytes_per_s / GB:.2f}",
-                *("none" if not growth else f"+{growth:.1f}" for growth in grows), fetched,
-            )  # fmt: skip
-    return shown

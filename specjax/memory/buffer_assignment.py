@@ -1,4 +1,4 @@
-"""What a compiler put where: XLA's own list of allocations, every byte with the operation that made it.
+"""What a compiler put where: XLA's own list of allocations, every byte with the operation that made it; or its refusal.
 
 `memory_analysis()` gives one number for all temporaries, and on a TPU adds the on-chip memory to them. The
 buffer assignment that XLA writes beside the program (`xla_dump_to`) says more:
@@ -25,6 +25,15 @@ ROUND = re.compile(r".*jit\(run\)/(?:while/body/)?")
 _NUMBER = re.compile(r"(?:\.(?:clone|\d+))+$")
 TABLE_BYTES = 2**14
 """A tuple of buffers has a table of their addresses; a TPU's compiler aligns each, of some 100 bytes, to 16 KiB."""
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_BYTES = r"([\d.]+)([KMGT]?)B?"
+_NEEDED = (
+    re.compile(rf"Used {_BYTES} of {_BYTES} hbm"),  # with a list of allocations
+    re.compile(rf"temporaries \({_BYTES}\) exceeds available HBM \({_BYTES}\)"),  # libtpu 0.0.42: arguments included
+)
+_PART = re.compile(rf"^\s+(reserved|program|arguments)\s+{_BYTES}", re.MULTILINE)
+_LISTED = re.compile(r"^\s+\d+\. Size: (?P<body>.*?)(?=^\s+=====|\Z)", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -116,3 +125,56 @@ def _take(free: list[tuple[int, int]], begin: int, end: int, name: str, found: C
         found[name] += inside[1] - inside[0]
         left += [part for part in ((low, inside[0]), (inside[1], high)) if part[0] < part[1]]
     return left
+
+
+@dataclass(frozen=True)
+class MemoryRefusal:
+    """A compiler's refusal for want of memory. Bytes are rounded, as it prints them; `None` where it does not say."""
+
+    needed_bytes: int | None
+    limit_bytes: int | None
+    parts: tuple[tuple[str, int], ...]  # arguments, program, ...
+    largest: tuple[tuple[str, int], ...]  # allocations by operation and shape, the largest first
+
+    def __str__(self) -> str:
+        """One line."""
+        if self.needed_bytes is None or self.limit_bytes is None:
+            return "does not fit, and the compiler does not say by how much"
+        text = f"needs {_gib(self.needed_bytes)} of {_gib(self.limit_bytes)} GiB"
+        if self.parts:
+            text += ": " + ", ".join(f"{name} {_gib(size)}" for name, size in self.parts)
+        if self.largest:
+            text += "; the largest: " + ", ".join(f"{name} {_gib(size)}" for name, size in self.largest[:3])
+        return text
+
+
+def out_of_memory(error: Exception) -> str:
+    """A compiler's refusal for want of memory, in its words; any other error goes on."""
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        raise error
+    return str(error)
+
+
+def read_refusal(message: str) -> MemoryRefusal:
+    """Read the text of a RESOURCE_EXHAUSTED."""
+    found = next((match for pattern in _NEEDED if (match := pattern.search(message))), None)
+    needed, limit = (_bytes(*found.groups()[:2]), _bytes(*found.groups()[2:])) if found else (None, None)
+    parts = tuple((name, _bytes(size, unit)) for name, size, unit in _PART.findall(message))
+    return MemoryRefusal(needed, limit, parts, tuple(_allocation(match["body"]) for match in _LISTED.finditer(message)))
+
+
+def _allocation(body: str) -> tuple[str, int]:
+    size = re.match(_BYTES, body)
+    operator = re.search(r'op_name="([^"]*)"', body)
+    shape = re.search(r"Shape: ([^\s{]+)", body)
+    kind = re.search(r"Allocation type: (.*)", body)
+    name = ROUND.sub("", operator[1]) if operator else kind[1] if kind else "?"
+    return f"{name}: {shape[1] if shape else '?'}", _bytes(size[1], size[2]) if size else 0
+
+
+def _bytes(number: str, unit: str) -> int:
+    return int(float(number) * _UNITS[unit])
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f}"

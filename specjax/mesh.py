@@ -1,4 +1,4 @@
-"""How a round is partitioned over devices: rules for weights, cache and laws, and the bytes that follow.
+"""How a round is laid out over a mesh of devices: which axis splits which array, to run it or to count its bytes.
 
 A mesh has three axes: `data` splits rows; `heads` and `group` together split a model. Key/value heads are
 split over `heads` alone, the largest part of the mesh that divides them; over `group` they are repeated,
@@ -15,10 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-from specjax.memory import hardware
-from specjax.memory.shapes import nbytes
-from specjax.model import ModelConfig
 
 MODEL = ("heads", "group")
 
@@ -46,7 +42,7 @@ _ARRAYS: dict[str, tuple[Any, ...]] = {
     "activations": ("data",),
     "dequantised": (MODEL, None),
 }
-"""Axes of every other array, by the kind that the accountant gives it."""
+"""Axes of every other array, by its kind: what it is for in a round."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,6 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Devices in the mesh."""
         return self.data * self.heads * self.group
 
     def spec(self, kind: str, path: Any, leaf: Any) -> PartitionSpec:
@@ -77,49 +72,44 @@ class Layout:
         names = (axis,) if isinstance(axis, str) else axis or ()
         return math.prod(getattr(self, name) for name in names)
 
+    def splits(self, intermediate_size: int) -> bool:
+        """Whether the devices that share a model divide its features, which are most of its weights."""
+        return intermediate_size % self.parts(MODEL) == 0
+
     def size(self, kind: str, path: Any, leaf: Any) -> int:
-        """Bytes of an array on one device (`specjax.memory.account` takes this as `size`)."""
-        return nbytes(kind, path, leaf) // math.prod(self.parts(axis) for axis in self.spec(kind, path, leaf))
+        """Bytes of an array on one device."""
+        return nbytes(leaf) // math.prod(self.parts(axis) for axis in self.spec(kind, path, leaf))
+
+    def total(self, kind: str, tree: Any) -> int:
+        """Bytes of a tree's arrays on one device."""
+        return sum(self.size(kind, path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0])
 
     def mesh(self, devices: Any) -> Mesh:
         """The mesh over real devices, or over a topology's."""
         grid = np.asarray(devices, dtype=object)[: self.devices].reshape(self.data, self.heads, self.group)
         return Mesh(grid, ("data", "heads", "group"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
 
-    def place(self, mesh: Mesh, kind: str, tree: Any) -> Any:
-        """The tree's shapes, each with its sharding."""
+    def shardings(self, mesh: Mesh, kind: str, tree: Any) -> Any:
+        """Where each array of a tree lies, as `jax.device_put` takes it."""
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, self.spec(kind, path, leaf))
-            ),
+            lambda path, leaf: NamedSharding(mesh, self.spec(kind, path, leaf)), tree
+        )
+
+    def state_shardings(self, mesh: Mesh, state: Any) -> Any:
+        """The same for all that a batch carries: caches by heads, all else by rows."""
+        pieces, tree = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_cache)
+        return jax.tree.unflatten(
             tree,
+            [
+                self.shardings(mesh, "kv", piece)
+                if is_cache(piece)
+                else NamedSharding(mesh, self.spec("state", path, piece))
+                for path, piece in pieces
+            ],
         )
 
 
-def splits(layout: Layout, intermediate_size: int) -> bool:
-    """Whether the devices that share a model divide its features, which are most of its weights."""
-    return intermediate_size % layout.parts(MODEL) == 0
-
-
-def place(name: str, mesh: str, data: int, config: ModelConfig) -> tuple[hardware.Device, Layout]:
-    """A device by its name, and how a mesh of it splits a model.
-
-    Raises:
-      ValueError: an unknown device; a mesh that it is not built in, or that does not split the model at all.
-    """
-    device = hardware.find(name)
-    hardware.check_mesh(device, mesh)
-    found = layout(hardware.chips(mesh) * device.devices_per_chip, config.num_kv_heads, data=data)
-    if not splits(found, config.intermediate_size):
-        raise ValueError(
-            f"mesh of {found.devices} devices: the {found.parts(MODEL)} that share a model do not divide its "
-            f"{config.intermediate_size} features, so that each would hold all of them: take a number that does, or "
-            "whole copies with --data"
-        )
-    return device, found
-
-
-def layout(devices: int, kv_heads: int, *, data: int = 1) -> Layout:
+def split(devices: int, kv_heads: int, *, data: int = 1) -> Layout:
     """Split `devices` into `data` copies of the model, each over the rest.
 
     Raises:
@@ -130,6 +120,26 @@ def layout(devices: int, kv_heads: int, *, data: int = 1) -> Layout:
     model = devices // data
     heads = math.gcd(model, kv_heads)
     return Layout(data, heads, model // heads)
+
+
+def is_cache(node: Any) -> bool:
+    """Whether a part of a state is a KV cache: a tuple of pairs of equal `[B, G, T, D]` arrays."""
+    return (
+        isinstance(node, (tuple, list))
+        and len(node) > 0
+        and all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in node)
+        and all(getattr(part, "ndim", 0) == 4 and part.shape == pair[0].shape for pair in node for part in pair)
+    )
+
+
+def nbytes(leaf: Any) -> int:
+    """Bytes of a whole array, keys of random numbers included."""
+    dtype = leaf.dtype
+    if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
+        itemsize = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).size * 4
+    else:
+        itemsize = np.dtype(dtype).itemsize
+    return int(np.prod(leaf.shape, dtype=np.int64)) * int(itemsize)
 
 
 def _weight_axes(path: Any, ndim: int) -> tuple[Any, ...]:

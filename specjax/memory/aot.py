@@ -19,10 +19,9 @@ from pathlib import Path
 import jax
 
 from specjax.memory import compiler, hardware
-from specjax.memory.assignment import Assignment, dump_options, read_dump
-from specjax.memory.device import measured_peak
-from specjax.memory.refusal import read_refusal
-from specjax.memory.strategies import Strategy
+from specjax.memory.buffer_assignment import Assignment, dump_options, out_of_memory, read_dump, read_refusal
+from specjax.memory.measured_device import measured_peak
+from specjax.memory.strategy import Strategy
 
 TIMEOUT_S = 600
 LIBTPU_ARGS = {"tpu-v7": "--xla_tpu_control_large_2nd_minor_layout_for_x16=false"}
@@ -72,7 +71,7 @@ def compile_ahead(strategy: Strategy, device: hardware.Device, mesh: str, *, dat
     with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "w+") as log:
         request = {"strategy": strategy.asdict(), "device": device.name, "mesh": mesh, "data": data, "folder": folder}
         child = subprocess.Popen(
-            [sys.executable, "-m", "specjax.memory.ahead_child", json.dumps(request)],
+            [sys.executable, "-m", "specjax.memory.aot_child", json.dumps(request)],
             env=_environment(device, mesh),
             stdout=subprocess.PIPE,
             stderr=log,
@@ -105,9 +104,7 @@ def compile_here(strategy: Strategy) -> Ahead:
             seconds, figures = time.perf_counter() - begin, read_dump(folder)
             return Ahead(figures, "", seconds, measured_peak(executable, lowered.in_avals))
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            return Ahead(read_dump(folder), str(error), time.perf_counter() - begin)
+            return Ahead(read_dump(folder), out_of_memory(error), time.perf_counter() - begin)
 
 
 def _wait(child: subprocess.Popen[str], folder: str, limit_bytes: int) -> Assignment | None:

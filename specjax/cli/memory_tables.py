@@ -1,4 +1,4 @@
-"""The table of `specjax memory`: components by strategies."""
+"""The tables of `specjax memory`: components by strategies, where curves cross, and acceptance beside memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 from rich.table import Table
 
 from specjax.memory import hardware
-from specjax.memory.shapes import GROUPS, PHASES
+from specjax.memory.account import GROUPS
+from specjax.memory.buffers import PHASES
+from specjax.memory.hardware import GiB
+from specjax.memory.sweep import Curve
 
 
-def table(facts: Sequence[Mapping[str, Any]], title: str, device: hardware.Device) -> Table:
+def account_table(facts: Sequence[Mapping[str, Any]], title: str, device: hardware.Device) -> Table:
     """Components, phases and what is left, in GiB a device; a column a strategy, from its `summary()`."""
     devices = facts[0]["devices"]
     shown = Table(
@@ -53,7 +56,7 @@ def table(facts: Sequence[Mapping[str, Any]], title: str, device: hardware.Devic
 
 
 def _gib(size: int) -> str:
-    return f"{size / hardware.GiB:.3f}" if size else "0"
+    return f"{size / GiB:.3f}" if size else "0"
 
 
 def _taken(size: int, plain: int) -> str:
@@ -76,3 +79,45 @@ def _compiler(fact: Mapping[str, Any]) -> str:
 
 def _difference(fact: Mapping[str, Any]) -> str:
     return "" if fact["compiler_bytes"] is None else f"{fact['compiler_bytes'] / max(fact['phases'].values()) - 1:+.2%}"
+
+
+def sweep_table(curves: Sequence[Curve], title: str) -> Table:
+    """Where something changes, a strategy and axis a row."""
+    names = list(dict.fromkeys(name for curve in curves for name in curve.crossings))
+    shown = Table(title=title, caption="the smallest size at which it is so; -: not within the sweep")
+    for name in ("strategy", "axis", *names):
+        shown.add_column(name, justify="left" if name in ("strategy", "axis") else "right")
+    for curve in curves:
+        ends = f"{curve.axis} {curve.sizes[0]} to {curve.sizes[-1]}"
+        found = (curve.crossings.get(name, "") for name in names)
+        shown.add_row(curve.strategy, ends, *("-" if size is None else str(size) for size in found))
+    return shown
+
+
+def sources(rows: Sequence[Mapping[str, Any]], target: str) -> list[str]:
+    """How each figure was measured, where that is not plain from the table."""
+    return [
+        f"{row['drafter']}: measured as {row['measured_as']}"
+        + (f" on {row['measured_on']}, not on {target}" if row["measured_on"] != target else "")
+        for row in rows
+    ]
+
+
+def joined_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The joined rows."""
+    shown = Table(
+        title="acceptance, measured, against memory, from shapes",
+        caption="expected: tokens a round at this table's window, predicted as 1 + S_1 + ... + S_K from the run's "
+        "rounds; best: none other has more acceptance for as little memory",
+    )
+    for name in ("strategy", "added GiB", "acceptance length", "95 % interval", "per added GiB", "expected", "best"):
+        shown.add_column(name, justify="left" if name == "strategy" else "right")
+    for row in rows:
+        per = row["acceptance_length_per_added_gib"]
+        shown.add_row(
+            row["drafter"], f"{row['added_bytes'] / GiB:.3f}", f"{row['acceptance_length']:.2f}",
+            "" if row["interval"] is None else "{:.2f} to {:.2f}".format(*row["interval"]),
+            "nothing added" if per is None else f"{per:.2f}", f"{row['expected_at_window']:.2f} at {row['window']}",
+            "*" if row["best"] else "",
+        )  # fmt: skip
+    return shown

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from specjax.memory.account import Account, Component
+from specjax.memory.buffers import PHASES
 from specjax.memory.hardware import GiB
-from specjax.memory.shapes import PHASES, Account, Component
 from specjax.memory.sweep import Curve
 
 SUFFIXES = (".png", ".svg")

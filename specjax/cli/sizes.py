@@ -1,8 +1,11 @@
-"""Sizes as people write them: `8k`, `1k..128k`, `30ms`."""
+"""Sizes as people write them: `8k`, `1k..128k`, `context=1k..128k`, `30ms`."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+
+from specjax.memory.sweep import AXES, Axis
 
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -36,6 +39,24 @@ def parse_range(text: str) -> tuple[int, int]:
     return ends
 
 
+def parse_axes(texts: Sequence[str], longest: int) -> list[Axis]:
+    """From `context=1k..128k` and `batch=1..256`.
+
+    Raises:
+      ValueError: another axis, a malformed range, a context beyond the model's.
+    """
+    axes = []
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or name not in AXES:
+            raise ValueError(f"sweep {text!r}: give {' or '.join(f'{axis}=LOW..HIGH' for axis in AXES)}")
+        low, high = parse_range(value)
+        if name == "context" and high > longest:
+            raise ValueError(f"sweep {text!r}: the target was made for contexts of at most {longest} tokens")
+        axes.append(Axis(name, low, high))
+    return axes
+
+
 def parse_seconds(text: str) -> float:
     """`30ms`, `0.03s` or `500us`.
 
@@ -46,11 +67,3 @@ def parse_seconds(text: str) -> float:
     if not found or float(found[1]) == 0:
         raise ValueError(f"latency {text!r}: give seconds a token with their unit, as 30ms or 0.03s")
     return float(found[1]) * _SECONDS[found[2]]
-
-
-def powers(low: int, high: int, count: int = 64) -> tuple[int, ...]:
-    """Sizes from `low` to `high`, both included, with equal ratios: at most `count` of them."""
-    if low == high:
-        return (low,)
-    steps = count - 1
-    return tuple(sorted({round(low * (high / low) ** (i / steps)) for i in range(count)}))

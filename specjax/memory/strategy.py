@@ -1,4 +1,4 @@
-"""A strategy to be accounted for, from text: target preset, drafter and sizes, with weights as shapes."""
+"""A strategy to be accounted for: target, drafter and sizes, with weights as shapes; neither need be here."""
 
 from __future__ import annotations
 
@@ -13,13 +13,53 @@ import jax.numpy as jnp
 
 from specjax import decode, plugins
 from specjax.drafter import Drafter
-from specjax.memory.shapes import Account, Size, account, nbytes
-from specjax.memory.state import Weights
+from specjax.memory import hardware
+from specjax.memory.account import Account, account
+from specjax.memory.round_trace import Weights
+from specjax.mesh import Layout
 from specjax.model import PRESETS, Llama, ModelConfig
 from specjax.weights.huggingface import read_config
 
 FP8 = "float8_e4m3fn"
-"""As `Strategy.dtype`: the target's linear layers in e4m3 with a scale a channel, all else in bfloat16."""
+"""As a dtype: the target's linear layers in e4m3 with a scale a channel, all else in bfloat16."""
+DRAFTERS = ("ngram", "early-exit", "fp8")
+"""Those that a command accounts for beside `none` unless it is told which."""
+
+
+def account_for(
+    target: str | Llama,
+    drafter: str | Drafter,
+    *,
+    batch: int,
+    context: int,
+    device: str | None = None,
+    mesh: str = "1",
+    data: int = 1,
+    window: int = 0,
+    dtype: str = "bfloat16",
+    cache_dtype: str = "",
+) -> Account:
+    """What a strategy holds on one device of a mesh, from shapes.
+
+    Args:
+      target: a model, or the name of a preset, or the path of a `config.json`: no weights are needed.
+      drafter: a drafter, or its text as `--drafter` takes it (`ngram`, `external:llama-3.1-8b`).
+      context: cache slots a row.
+      device: a name of `specjax.memory.hardware.DEVICES`, or `this`; by default this process's backend, unmeasured.
+      mesh: chips, as `8` or `2x2x2`; `data`: copies of the model in it, each for a part of the rows.
+      window: drafted tokens a round, for a drafter given as text; 0 is its own.
+      dtype: of the weights, or `float8_e4m3fn`; `cache_dtype`: of the caches, by default the same.
+
+    Raises:
+      ValueError: a name, size or mesh that makes no sense, with the rule.
+    """
+    config = preset(target) if isinstance(target, str) else target.config
+    found, layout = hardware.place(device, mesh, data, config, batch) if device else (None, Layout())
+    platform = found.platform if found else jax.default_backend()
+    model = _on(platform, config, dtype)
+    built = build(drafter, window) if isinstance(drafter, str) else drafter
+    sizes: dict[str, Any] = {"batch": batch, "capacity": context, "cache_dtype": cache_dtype or _base(dtype)}
+    return account(*_shapes(model, built, dtype), **sizes, layout=layout, backend=platform, device=found)
 
 
 @dataclass(frozen=True)
@@ -42,20 +82,20 @@ class Strategy:
     @property
     def model(self) -> Llama:
         """The target's decoder."""
-        return _model(self.target, self.dtype, self.platform)
+        return _on(self.platform, preset(self.target), self.dtype)
 
     def shapes(self) -> tuple[decode.Program, Weights, Weights]:
         """The program, the target's weights and the drafter's, as shapes."""
-        return _shapes(self.target, self.drafter, self.window, self.dtype, self.platform)
+        return _shapes(self.model, build(self.drafter, self.window), self.dtype)
 
     def options(self) -> dict[str, Any]:
         """Sizes, as the functions of `specjax.memory` take them."""
         cache_dtype = jnp.dtype(self.cache_dtype or _base(self.dtype))
         return {"batch": self.batch, "capacity": self.context, "cache_dtype": cache_dtype}
 
-    def account(self, size: Size = nbytes) -> Account:
+    def account(self, layout: Layout = Layout()) -> Account:  # noqa: B008  (frozen)
         """Its account, for a device that need not be here."""
-        return account(*self.shapes(), **self.options(), size=size, backend=self.platform)
+        return account(*self.shapes(), **self.options(), layout=layout, backend=self.platform)
 
     def asdict(self) -> dict[str, Any]:
         """Plain values."""
@@ -95,8 +135,7 @@ def build(spec: str, window: int = 0) -> Drafter:
 
 
 @functools.lru_cache(maxsize=64)
-def _shapes(target: str, spec: str, window: int, dtype: str, platform: str) -> tuple[decode.Program, Weights, Weights]:
-    model, drafter = _model(target, dtype, platform), build(spec, window)
+def _shapes(model: Llama, drafter: Drafter, dtype: str) -> tuple[decode.Program, Weights, Weights]:
     drafter.check(model)
     params = _cast(model.shapes(), dtype)
     if getattr(drafter, "checkpoint", "") in PRESETS:  # weights that need not exist
@@ -106,8 +145,8 @@ def _shapes(target: str, spec: str, window: int, dtype: str, platform: str) -> t
     return decode.Program(model, drafter), params, own
 
 
-def _model(target: str, dtype: str, platform: str) -> Llama:
-    return Llama.on(platform, dataclasses.replace(preset(target), quantized=dtype == FP8))
+def _on(platform: str, config: ModelConfig, dtype: str) -> Llama:
+    return Llama.on(platform, dataclasses.replace(config, quantized=dtype == FP8))
 
 
 def _base(dtype: str) -> str:

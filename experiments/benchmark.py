@@ -29,7 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import Engine, decode, drafter, prompts, weights
+from specjax import Engine, decode, drafter, weights
+from specjax.evaluate import prompts
 from specjax.model import Llama
 
 COPY_OVERLAP = 0.6

@@ -13,13 +13,16 @@ import numpy as np
 import pytest
 from fixtures_cli import PROMPTS, question_file, tiny_checkpoint  # noqa: F401
 
-from specjax import cli, measure, records, summary, testing
+from specjax import cli, testing
 from specjax.cli import compare, options
 from specjax.cli.errors import Failure
-from specjax.cli.preparation import make_manifest, make_plan
 from specjax.engine import NotFiniteError
-from specjax.record import Record
-from specjax.records import RunFolder, RunFolderError
+from specjax.evaluate import measure
+from specjax.evaluate import rows as summary
+from specjax.evaluate import run_folder as records
+from specjax.evaluate.preparation import make_manifest, make_plan
+from specjax.evaluate.record import Record
+from specjax.evaluate.run_folder import RunFolder, RunFolderError
 from specjax.types import Counts
 
 NGRAM = "ngram:num_speculative_tokens=2"
@@ -373,7 +376,7 @@ def test_an_approximate_rule_is_told():
 
 
 def test_a_window_wider_than_the_smallest_size_gets_a_larger_one(checkpoint, questions, monkeypatch):
-    monkeypatch.setattr("specjax.cli.preparation.SMALLEST_CAPACITY", 32)
+    monkeypatch.setattr("specjax.evaluate.preparation.SMALLEST_CAPACITY", 32)
     parser = argparse.ArgumentParser()
     compare.add_arguments(parser)
     arguments = ["--target", str(checkpoint), "--prompts", str(questions), "--max-new-tokens", "1", "--drafter"]

@@ -20,7 +20,6 @@ ALLOWED = {
     "decode": {*BASE, "cache", "verify", "drafter"},
     "engine": {*BASE, "decode", "verify", "drafter", "text", "offload"},
     "offload": {"types"},
-    "metrics": {"types"},
 }
 """Modules under specjax that a module may import; those that are not named may import anything but drafters."""
 

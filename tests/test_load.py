@@ -9,10 +9,11 @@ import pytest
 from fixtures_memory import preset  # noqa: F401
 from scipy import stats
 
-from specjax import cli, load, testing
+from specjax import cli, testing
+from specjax.evaluate import under_load as load
+from specjax.evaluate.record import Record
 from specjax.memory import rates
 from specjax.memory.acceptance import read_run
-from specjax.record import Record
 from specjax.testing import tiny_config
 from specjax.types import Counts
 

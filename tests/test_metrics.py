@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from specjax import engine, metrics, testing
+from specjax import engine, testing
+from specjax.evaluate import metrics
 from specjax.types import Counts
 
 

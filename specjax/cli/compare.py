@@ -12,18 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specjax import measure, memory, offload, records
+from specjax import memory, offload
 from specjax.cli import options, plots, table
 from specjax.cli.errors import Failure, Refusal, refusing
-from specjax.cli.preparation import DRAFTERS, SMALLEST_CAPACITY, Plan, make_manifest, make_plan
 from specjax.cli.progress import Progress
 from specjax.engine import Engine, NotFiniteError
+from specjax.evaluate import measure
+from specjax.evaluate import run_folder as records
+from specjax.evaluate.preparation import DRAFTERS, SMALLEST_CAPACITY, Plan, make_manifest, make_plan
+from specjax.evaluate.record import Record
+from specjax.evaluate.rows import BASELINE, Measured, make_rows
+from specjax.evaluate.run_folder import RunFolder, RunFolderError
 from specjax.memory import device
 from specjax.memory.compiler import read as read_compiled
 from specjax.memory.tiers import offloaded_account
-from specjax.record import Record
-from specjax.records import RunFolder, RunFolderError
-from specjax.summary import BASELINE, Measured, make_rows
 from specjax.types import Params
 
 

@@ -17,13 +17,14 @@ from typing import Any
 
 import jax
 
-from specjax import decode, measure, memory, verify
+from specjax import decode, memory, verify
 from specjax.cli import options, table
 from specjax.cli.errors import Failure, refusing
-from specjax.cli.preparation import SMALLEST_CAPACITY
 from specjax.engine import Engine, Generation, NotFiniteError, capacity_for
-from specjax.record import Record
-from specjax.summary import Measured, make_rows
+from specjax.evaluate import measure
+from specjax.evaluate.preparation import SMALLEST_CAPACITY
+from specjax.evaluate.record import Record
+from specjax.evaluate.rows import Measured, make_rows
 
 DRAFTER = "ngram"
 

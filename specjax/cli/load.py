@@ -11,11 +11,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from specjax import load
 from specjax.cli.errors import refusing
 from specjax.cli.table import make_console
+from specjax.evaluate import under_load as load
+from specjax.evaluate.run_folder import read_run
 from specjax.memory import hardware, rates
-from specjax.records import read_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

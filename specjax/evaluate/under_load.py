@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from specjax.evaluate.record import Record
 from specjax.exactness.statistics import holm
-from specjax.record import Record
 
 LEVEL = 0.01  # over the requests of one drafter: family-wise, or of all together
 FALL = 0.2  # of the first half's tokens a round: smaller falls are not worth a warning

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specjax import metrics
-from specjax.record import Record
+from specjax.evaluate import metrics
+from specjax.evaluate.record import Record
 
 BASELINE = "none"
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from specjax.record import Record, check_rows
+from specjax.evaluate.record import Record, check_rows
 
 SPARE_BYTES = 16 << 20  # asked for before a run begins: a record takes about 2 kB
 LOCK = "run.lock"

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specjax import measure, offload, prompts, provenance, verify
+from specjax import offload, verify
 from specjax.cli import options
 from specjax.drafter import Drafter
 from specjax.engine import capacity_for
-from specjax.summary import BASELINE
+from specjax.evaluate import measure, prompts, provenance
+from specjax.evaluate.rows import BASELINE
 from specjax.weights.checkpoint import sha256_of
 
 DRAFTERS = ("none", "ngram", "early-exit", "fp8", "external")

@@ -1,0 +1,1 @@
+"""Strategies side by side: a comparison, what it decodes, measures and keeps, and what its records say."""

@@ -12,6 +12,7 @@ from fixtures_cli import byte_tokenizer, question_file, tiny_checkpoint  # noqa:
 
 from specjax import Engine, Nothing, cli, drafter, weights
 from specjax.cli import generate, options
+from specjax.evaluate.target import OpenedTarget
 from specjax.model import PRESETS, Llama
 
 PROMPT = "The sea, the sea."
@@ -71,7 +72,7 @@ def test_compare_refuses_bad_input_in_one_line_before_it_reads_weights(
     monkeypatch,
     capsys,
 ):
-    monkeypatch.setattr(options.Subject, "load", None)
+    monkeypatch.setattr(OpenedTarget, "load", None)
     monkeypatch.chdir(tmp_path)
     command = ["compare", "--target", checkpoint, "--prompts", questions, "--out", tmp_path / "run", *arguments]
     assert message in refused(capsys, *command)
@@ -173,11 +174,9 @@ def test_drafters_are_listed_with_their_settings(capsys):
 
 
 def test_settings_go_to_the_drafters_that_have_them_and_names_keep_equal_drafters_apart():
-    subject = options.Subject(None, Llama(PRESETS["smollm2-135m"]), byte_tokenizer(), "float32")
     built = options.load_drafters(
         ["none", "ngram", "ngram:num_speculative_tokens=3", "early-exit"],
         ["num_speculative_tokens=5", "early-exit.exit_layer=7", "prompt_lookup_max=4"],
-        subject,
     )
     assert built["none"] == Nothing()
     assert built["ngram"] == drafter.load("ngram", {"num_speculative_tokens": "5", "prompt_lookup_max": "4"})
@@ -187,10 +186,10 @@ def test_settings_go_to_the_drafters_that_have_them_and_names_keep_equal_drafter
 
 def test_ids_that_the_target_does_not_have_are_refused_before_anything_is_computed():
     config = dataclasses.replace(PRESETS["smollm2-135m"], vocab_size=257)
-    subject = options.Subject(None, Llama(config), byte_tokenizer(), "float32")
-    assert subject.encode("hi", None, raw=True)
+    target = OpenedTarget(None, Llama(config), byte_tokenizer(), "float32")
+    assert target.encode("hi", None, raw=True)
     with pytest.raises(ValueError, match=r"gives id 258 \('<\|im_end\|>'\), the target has 257 ids"):
-        subject.encode("hi", None)
+        target.encode("hi", None)
 
 
 def test_the_installed_command_answers_and_help_is_quick():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,12 +13,12 @@ from specjax.types import Counts
 
 
 def counts(drafted, accepted, emitted, *, tested=None, overlap=None, cut=None):
-    """Counts of one prompt; by default every round tests up to its first rejection and is not cut."""
+    """A prompt's result; by default every round tests up to its first rejection and is not cut."""
     drafted, accepted, emitted = (np.asarray(x, np.int32) for x in (drafted, accepted, emitted))
     tested = np.minimum(accepted + 1, drafted) if tested is None else np.asarray(tested, np.int32)
     overlap = np.zeros(drafted.shape, np.float32) if overlap is None else np.asarray(overlap, np.float32)
     cut = np.zeros(drafted.shape, bool) if cut is None else np.asarray(cut, bool)
-    return Counts(drafted, tested, accepted, emitted, overlap, cut)
+    return SimpleNamespace(counts=Counts(drafted, tested, accepted, emitted, overlap, cut))
 
 
 def rounds(num_tokens, accepted):
@@ -148,7 +149,7 @@ def test_real_counts_add_up_to_the_text_and_the_first_token_is_in_no_round(decod
     generations = decode(14)
     for generation in generations:
         assert sum(generation.counts.emitted) == len(generation.tokens) - 1
-    summary = metrics.summarize([generation.counts for generation in generations])
+    summary = metrics.summarize(generations)
     assert summary.acceptance_length == pytest.approx(13 / 4)  # 3 full rounds of 4, and the last token
     assert summary.per_position == (1.0, 1.0, 1.0)
     assert summary.acceptance_rate == 1.0
@@ -156,7 +157,7 @@ def test_real_counts_add_up_to_the_text_and_the_first_token_is_in_no_round(decod
 
 @pytest.mark.parametrize("budget", [0, 1])
 def test_a_request_without_rounds_is_no_division_by_zero(decode, budget):
-    summary = metrics.summarize([generation.counts for generation in decode(budget)])
+    summary = metrics.summarize(decode(budget))
     assert summary.rounds == 0
     assert summary.acceptance_length is None
     assert not any(isinstance(value, float) and math.isnan(value) for value in summary.as_json().values())

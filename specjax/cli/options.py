@@ -7,43 +7,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from specjax import drafter, sampling, verify, weights
+from specjax import drafter, sampling, verify
 from specjax.cli.errors import Refusal
 from specjax.drafter import Drafter, Nothing
-from specjax.engine import MAX_END_IDS
-from specjax.model import Llama
-from specjax.text import Tokenizer
-from specjax.types import Params, Sampling
+from specjax.evaluate.target import DEFAULT_TARGET
 
-DEFAULT_TARGET = "smollm2-135m"
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """A target: its checkpoint, opened but not read, with model and tokenizer."""
-
-    checkpoint: weights.Checkpoint
-    model: Llama
-    tokenizer: Tokenizer
-    dtype: str
-
-    def load(self) -> Params:
-        """Read the weights."""
-        return self.checkpoint.load(self.dtype)
-
-    def encode(self, text: str, system: str | None, raw: bool = False) -> list[int]:
-        """Ids of a prompt, through the chat template where the checkpoint has one and it is not to be left out."""
-        chat = self.tokenizer.chat_template is not None and not raw
-        if system is not None and not chat and not raw:
-            raise ValueError("--system needs a chat template, which this checkpoint does not have: leave it out")
-        ids = self.tokenizer.chat(text, system) if chat else self.tokenizer.encode(text)
-        if max(ids, default=0) >= self.model.vocab_size:
-            raise ValueError(
-                f"the tokenizer gives id {max(ids)} ({self.tokenizer.backend.id_to_token(max(ids))!r}), the target has "
-                f"{self.model.vocab_size} ids: tokenizer and weights do not belong together"
-            )
-        return ids
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,28 +35,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", help="system prompt")
 
 
-def open_subject(args: argparse.Namespace) -> Subject:
-    """Find the target and read its description."""
-    checkpoint = weights.open_checkpoint(args.target)
-    tokenizer = checkpoint.tokenizer()
-    if len(tokenizer.end_ids) > MAX_END_IDS:
-        raise ValueError(f"{args.target} has {len(tokenizer.end_ids)} end ids: at most {MAX_END_IDS} are supported")
-    return Subject(checkpoint, checkpoint.model, tokenizer, args.dtype or weights.default_dtype().__name__)
-
-
-def make_sampling(args: argparse.Namespace, batch: int) -> Sampling:
-    """The sampling options, checked, for a batch."""
-    return sampling.make_sampling(batch, args.temperature, args.top_k, args.top_p, args.min_p)
-
-
-def load_drafters(specs: Sequence[str], settings: Sequence[str], subject: Subject) -> dict[str, Drafter]:
+def load_drafters(specs: Sequence[str], settings: Sequence[str]) -> dict[str, Drafter]:
     """Build drafters from `NAME[:FIELD=VALUE,...]` and the `--set` options; each is named by its whole text.
 
     NAME may be `./file.py:Class`. A `--set` without a drafter's name goes to every drafter that has the
     field, `none` aside; what stands behind a drafter's own name comes last.
 
     Raises:
-      ValueError: an unknown drafter, field or value, or a drafter that can't serve the target.
+      ValueError: an unknown drafter, field or value.
     """
     drafters: dict[str, Drafter] = {}
     parsed = [_parse_setting(text) for text in settings]
@@ -102,7 +57,6 @@ def load_drafters(specs: Sequence[str], settings: Sequence[str], subject: Subjec
                 used.add(index)
         values |= {field: value for _, field, value in map(_parse_setting, own)}
         drafters[spec] = drafter.load(name, values)
-        _check(drafters[spec], subject)
     for index, (owner, field, _) in enumerate(parsed):
         if index not in used:
             _refuse_setting(owner, field, specs)
@@ -142,15 +96,6 @@ def _parse_setting(text: str) -> tuple[str | None, str, str]:
     if not equals or not field:
         raise ValueError(f"setting {text!r}: write FIELD=VALUE or NAME.FIELD=VALUE, as in ngram.prompt_lookup_max=4")
     return (owner if dot else None), field, value
-
-
-def _check(built: Drafter, subject: Subject) -> None:
-    built.check(subject.model, subject.tokenizer)
-    if built.num_speculative_tokens >= subject.model.context_length:
-        raise ValueError(
-            f"num_speculative_tokens={built.num_speculative_tokens}: must be smaller than the target's "
-            f"context of {subject.model.context_length} tokens"
-        )
 
 
 def _refuse_setting(owner: str | None, field: str, specs: Sequence[str]) -> Any:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,11 +18,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode
+from specjax import decode, verify
+from specjax.drafter import Drafter
 from specjax.engine import Engine, Generation, NotFiniteError
-from specjax.types import Draft, Model, Params, Sampling
+from specjax.evaluate.target import OpenedTarget
+from specjax.sampling import make_sampling
+from specjax.types import Draft, Model, Params
 
 T = TypeVar("T")
+
+
+def make_engine(
+    target: OpenedTarget, params: Params, drafter: Drafter, *, rule: verify.Rule | None = None, offload: str = ""
+) -> Engine:
+    """An engine for a target whose weights were read."""
+    return Engine(target.model, params, drafter, rule=rule, offload=offload)
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ class Options:
     max_new_tokens: int
     seed: int
     end_ids: tuple[int, ...]
-    sampler: Sampling  # of the batch's size
+    sampling: Mapping[str, Any]  # temperature, top_k, top_p, min_p
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ def start(engine: Engine, batch: Batch, options: Options, max_new_tokens: int | 
         seed=options.seed,
         rows=batch.padded(batch.rows),
         end_ids=options.end_ids,
-        sampler=options.sampler,
+        sampler=make_sampling(batch.size, **options.sampling),
         capacity=batch.capacity,
     )
 

@@ -1,8 +1,7 @@
-"""What `specjax compare` is about to do: prompts, drafters and settings, checked before weights are read."""
+"""What a comparison is about to do: prompts, drafters and settings, checked before weights are read."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
 import sys
@@ -11,48 +10,47 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specjax import offload, verify
-from specjax.cli import options
+from specjax import offload, sampling, verify
 from specjax.drafter import Drafter
 from specjax.engine import capacity_for
 from specjax.evaluate import measure, prompts, provenance
-from specjax.evaluate.rows import BASELINE
+from specjax.evaluate.comparison import Comparison, load_rule
+from specjax.evaluate.target import OpenedTarget, open_target
 from specjax.weights.checkpoint import sha256_of
 
-DRAFTERS = ("none", "ngram", "early-exit", "fp8", "external")
 SMALLEST_CAPACITY = 512  # a compilation costs as much as several prompts, unused slots a few percent
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All that decides a run, checked; no weights are loaded yet."""
+class Task:
+    """A comparison whose parts were opened and fit together; no weights are loaded yet."""
 
-    subject: options.Subject
+    comparison: Comparison
+    target: OpenedTarget
     drafters: dict[str, Drafter]
     rule: verify.Rule
     source: prompts.PromptSet
     chosen: dict[str, prompts.Prompt]  # by question_id
     tokens: dict[str, list[int]]
     shared: measure.Options
-    args: argparse.Namespace
 
     @property
-    def greedy(self) -> bool:
-        """Whether outputs must be equal."""
-        return bool(self.args.temperature == 0)
+    def total(self) -> int:
+        """Results that it will have."""
+        return len(self.drafters) * len(self.chosen)
 
     def capacity(self, question_id: str) -> int:
         """Cache slots for a prompt and its answer: one of few sizes."""
         window = max(drafter.num_speculative_tokens for drafter in self.drafters.values()) + 1
         needed = max(window, len(self.tokens[question_id]) + self.shared.max_new_tokens)
-        return min(max(SMALLEST_CAPACITY, capacity_for(needed)), self.subject.model.context_length)
+        return min(max(SMALLEST_CAPACITY, capacity_for(needed)), self.target.model.context_length)
 
     def batches(self) -> list[list[str]]:
-        """Prompts by capacity, then in the file's order, `--batch-size` together."""
+        """Prompts by capacity, then in the file's order, `batch_size` together."""
         groups: dict[int, list[str]] = {}
         for name in self.chosen:
             groups.setdefault(self.capacity(name), []).append(name)
-        size = self.args.batch_size
+        size = self.comparison.batch_size
         return [group[i : i + size] for _, group in sorted(groups.items()) for i in range(0, len(group), size)]
 
     def batch(self, names: Sequence[str]) -> measure.Batch:
@@ -61,80 +59,103 @@ class Plan:
             prompts=[self.tokens[name] for name in names],
             rows=[self.chosen[name].row for name in names],
             capacity=self.capacity(names[0]),
-            size=self.args.batch_size,
+            size=self.comparison.batch_size,
         )
 
+    def manifest(self) -> dict[str, Any]:
+        """What the run's tokens depend on."""
+        comparison, target = self.comparison, self.target
+        return {
+            "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "target": {
+                "name": target.checkpoint.name,
+                "sha256": target.checkpoint.sha256,
+                "dtype": target.dtype,
+                "config": dataclasses.asdict(target.model.config),
+            },
+            "drafters": {name: repr(drafter) for name, drafter in self.drafters.items()},
+            "drafter_files": {str(path): sha256_of(path) for path in self._files()},
+            "rule": repr(self.rule),
+            "prompts": {"file": self.source.name, "sha256": self.source.sha256, "question_ids": list(self.chosen)},
+            "sampling": comparison.sampling,
+            **{
+                name: getattr(comparison, name)
+                for name in ("seed", "max_new_tokens", "batch_size", "offload", "system")
+            },
+            "end_ids": list(self.shared.end_ids),
+            **provenance.describe(),
+        }
 
-def make_plan(args: argparse.Namespace) -> Plan:
-    """Check everything that can be checked before weights are read."""
-    if args.offload:
-        offload.check(args.offload)
-    shared_sampler = options.make_sampling(args, args.batch_size)
-    source = prompts.load(args.prompts)
-    specs = list(dict.fromkeys([BASELINE, *(args.drafters or DRAFTERS)]))
-    subject = options.open_subject(args)
-    drafters = options.load_drafters(specs, args.settings, subject)
-    chosen = _choose(source, subject, args)
-    tokens = {prompt.question_id: subject.encode(prompt.text, args.system) for prompt in chosen}
-    context = subject.model.context_length
-    long = [name for name, ids in tokens.items() if len(ids) + args.max_new_tokens > context]
-    if long:
-        raise ValueError(
-            f"{len(long)} prompts with max_new_tokens={args.max_new_tokens} exceed the target's context of {context} "
-            f"tokens, the first is {long[0]} of {len(tokens[long[0]])} tokens: lower --max-new-tokens, or leave "
-            "these prompts out"
-        )
-    return Plan(
-        subject=subject,
+    def _files(self) -> list[Path]:
+        """Code that is not the package's, and weights that are not the target's."""
+        kinds = [type(part) for part in (*self.drafters.values(), self.rule)]
+        names = [kind.__module__ for kind in kinds if not kind.__module__.startswith("specjax.")]
+        code = [Path(path) for name in names if (path := getattr(sys.modules[name], "__file__", None))]
+        return code + [path for drafter in self.drafters.values() for path in drafter.files]
+
+
+def prepare(comparison: Comparison) -> Task:
+    """Open everything, and check all that can be checked before weights are read.
+
+    Raises:
+      ValueError: with the part that does not fit, and what would.
+    """
+    if comparison.offload:
+        offload.check(comparison.offload)
+    sampling.make_sampling(comparison.batch_size, **comparison.sampling)
+    source = prompts.load(comparison.prompts)
+    target = comparison.target
+    if isinstance(target, str):
+        target = open_target(target, comparison.dtype)
+    if comparison.dtype not in (None, target.dtype):
+        raise ValueError(f"dtype={comparison.dtype!r}: the target was opened in {target.dtype}; open it in the other")
+    drafters = comparison.strategies
+    for drafter in drafters.values():
+        check_drafter(drafter, target)
+    chosen = {prompt.question_id: prompt for prompt in _choose(source, target, comparison)}
+    tokens = {name: target.encode(prompt.text, comparison.system) for name, prompt in chosen.items()}
+    _check_lengths(tokens, comparison.max_new_tokens, target.model.context_length)
+    return Task(
+        comparison=comparison,
+        target=target,
         drafters=drafters,
-        rule=verify.RULES[args.rule](),
+        rule=load_rule(comparison.rule),
         source=source,
-        chosen={prompt.question_id: prompt for prompt in chosen},
+        chosen=chosen,
         tokens=tokens,
-        shared=measure.Options(args.max_new_tokens, args.seed, subject.tokenizer.end_ids, shared_sampler),
-        args=args,
+        shared=measure.Options(
+            comparison.max_new_tokens, comparison.seed, target.tokenizer.end_ids, comparison.sampling
+        ),
     )
 
 
-def _choose(source: prompts.PromptSet, subject: options.Subject, args: argparse.Namespace) -> list[prompts.Prompt]:
-    """What the arguments ask for; by default one short prompt of each kind."""
-    if args.all or args.limit is not None:
-        return prompts.select(source, args.category, None if args.all else args.limit)
-    room = min(SMALLEST_CAPACITY, subject.model.context_length) - args.max_new_tokens
-    short = [prompt for prompt in source.prompts if len(subject.encode(prompt.text, args.system)) <= room]
-    if {prompt.category for prompt in short} >= set(args.category or source.categories):
+def check_drafter(drafter: Drafter, target: OpenedTarget) -> None:
+    """Refuse a drafter that can't serve the target."""
+    drafter.check(target.model, target.tokenizer)
+    if drafter.num_speculative_tokens >= target.model.context_length:
+        raise ValueError(
+            f"num_speculative_tokens={drafter.num_speculative_tokens}: must be smaller than the target's "
+            f"context of {target.model.context_length} tokens"
+        )
+
+
+def _check_lengths(tokens: dict[str, list[int]], max_new_tokens: int, context: int) -> None:
+    long = [name for name, ids in tokens.items() if len(ids) + max_new_tokens > context]
+    if long:
+        raise ValueError(
+            f"{len(long)} prompts with max_new_tokens={max_new_tokens} exceed the target's context of {context} "
+            f"tokens, the first is {long[0]} of {len(tokens[long[0]])} tokens: lower --max-new-tokens, or leave "
+            "these prompts out"
+        )
+
+
+def _choose(source: prompts.PromptSet, target: OpenedTarget, comparison: Comparison) -> list[prompts.Prompt]:
+    """What is asked for; by default one short prompt of each kind of a file."""
+    kinds = comparison.categories
+    if comparison.all or comparison.limit is not None or isinstance(comparison.prompts, tuple):
+        return prompts.select(source, kinds, comparison.limit)
+    room = min(SMALLEST_CAPACITY, target.model.context_length) - comparison.max_new_tokens
+    short = [prompt for prompt in source.prompts if len(target.encode(prompt.text, comparison.system)) <= room]
+    if {prompt.category for prompt in short} >= set(kinds or source.categories):
         source = dataclasses.replace(source, prompts=tuple(short))
-    return prompts.select(source, args.category, len(args.category) or len(source.categories))
-
-
-def _drafter_files(drafters: dict[str, Drafter]) -> list[Path]:
-    """Code that is not the package's, and weights that are not the target's."""
-    code = [Path(options.split(name)[0].partition(":")[0]) for name in drafters]
-    return [path for path in code if path.suffix == ".py"] + [path for each in drafters.values() for path in each.files]
-
-
-def make_manifest(plan: Plan) -> dict[str, Any]:
-    """What the run's tokens depend on."""
-    args, subject = plan.args, plan.subject
-    return {
-        "command": ["specjax", *sys.argv[1:]],
-        "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "target": {
-            "name": subject.checkpoint.name,
-            "sha256": subject.checkpoint.sha256,
-            "dtype": subject.dtype,
-            "config": dataclasses.asdict(subject.model.config),
-        },
-        "drafters": {name: repr(drafter) for name, drafter in plan.drafters.items()},
-        "drafter_files": {str(path): sha256_of(path) for path in _drafter_files(plan.drafters)},
-        "rule": repr(plan.rule),
-        "prompts": {"file": plan.source.name, "sha256": plan.source.sha256, "question_ids": list(plan.chosen)},
-        "sampling": {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")},
-        "seed": args.seed,
-        "max_new_tokens": args.max_new_tokens,
-        "batch_size": args.batch_size,
-        "offload": args.offload,
-        "system": args.system,
-        "end_ids": list(plan.shared.end_ids),
-        **provenance.describe(),
-    }
+    return prompts.select(source, kinds, len(kinds) or len(source.categories))

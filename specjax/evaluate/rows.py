@@ -13,8 +13,8 @@ BASELINE = "none"
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What is known of a strategy beside its records. `None`: not measured (yet)."""
+class Contender:
+    """What is known of a strategy beside its records: what it is, and what it costs. `None`: not measured (yet)."""
 
     settings: str  # the drafter, as it prints itself
     label: str
@@ -31,26 +31,26 @@ class Measured:
 
 
 def make_rows(
-    measured: Mapping[str, Measured], records: Sequence[Record], *, greedy: bool, seed: int = 0
+    contenders: Mapping[str, Contender], records: Sequence[Record], *, greedy: bool, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Rows in the order of `measured`; the baseline is the strategy named `none`, where there is one."""
-    by_drafter: dict[str, dict[str, Record]] = {name: {} for name in measured}
+    """Rows in the order of `contenders`; the baseline is the strategy named `none`, where there is one."""
+    by_drafter: dict[str, dict[str, Record]] = {name: {} for name in contenders}
     for record in records:
-        if record.drafter in by_drafter and record.finish != "not_finite":
+        if record.drafter in by_drafter and record.usable:
             by_drafter[record.drafter][record.question_id] = record
     baseline = by_drafter.get(BASELINE, {})
-    plain = measured.get(BASELINE)
+    plain = contenders.get(BASELINE)
     plain_round_s = None
     if plain is not None and plain.draft_s is not None and plain.verify_s is not None:
         plain_round_s = plain.draft_s + plain.verify_s
     return [
-        _row(name, known, by_drafter[name], baseline, plain_round_s, greedy, seed) for name, known in measured.items()
+        _row(name, known, by_drafter[name], baseline, plain_round_s, greedy, seed) for name, known in contenders.items()
     ]
 
 
 def _row(
     name: str,
-    known: Measured,
+    known: Contender,
     records: Mapping[str, Record],
     baseline: Mapping[str, Record],
     plain_round_s: float | None,
@@ -58,7 +58,7 @@ def _row(
     seed: int,
 ) -> dict[str, Any]:
     own = list(records.values())
-    summary = metrics.summarize([record.counts for record in own], seed=seed).as_json()
+    summary = metrics.summarize(own, seed=seed).as_json()
     speedup = _speedup(own, baseline)
     difference = None if not greedy or name == BASELINE else first_difference(own, baseline)
     equal = None if not greedy or not baseline or not own else difference is None
@@ -135,7 +135,7 @@ def _by_category(records: Sequence[Record], baseline: Mapping[str, Record]) -> d
     return {
         category: {
             "prompts": len(group),
-            "acceptance_length": metrics.summarize([record.counts for record in group]).acceptance_length,
+            "acceptance_length": metrics.summarize(group).acceptance_length,
             "tokens_per_second": tokens_per_second(group),
             "speedup": _speedup(group, baseline),
         }

@@ -94,21 +94,22 @@ class RunFolder:
         try:
             self.store.append(record)
         except OSError as error:
-            raise self.unwritable(error) from error
+            raise unwritable(self.path, error) from error
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`, whole or not at all."""
         try:
             write_json(self.path / "summary.json", summary)
         except OSError as error:
-            raise self.unwritable(error) from error
+            raise unwritable(self.path, error) from error
 
-    def unwritable(self, error: OSError) -> StoreError:
-        """What to tell when a write fails in the middle of a run."""
-        return StoreError(
-            f"{self.path} can't be written any more ({error.strerror or error}). What was decoded before is kept "
-            "there: free some space and run the same command again with this --out to go on"
-        )
+
+def unwritable(folder: Path, error: OSError) -> StoreError:
+    """What to tell when a write fails in the middle of a run."""
+    return StoreError(
+        f"{folder} can't be written any more ({error.strerror or error}). What was decoded before is kept "
+        "there: free some space and run the same command again with this --out to go on"
+    )
 
 
 def default_folder(date: str, command: str, manifest: Mapping[str, Any], root: Path = Path("runs")) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import sys
 from pathlib import Path
@@ -30,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default: {', '.join((BASELINE, *DRAFTERS))})",
     )  # fmt: skip
     parser.add_argument("--prompts", metavar="FILE", help="JSON lines in Spec-Bench's form (default: the built-in set)")
-    parser.add_argument("--category", action="append", default=[], help="only prompts of this kind; may be repeated")
+    parser.add_argument(
+        "--category", action="append", default=[], dest="categories", help="only prompts of this kind; may be repeated"
+    )
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument(
         "--limit", type=options.positive,
@@ -49,25 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def comparison(args: argparse.Namespace) -> Comparison:
     """What the arguments ask for."""
-    return Comparison(
-        target=args.target,
-        drafters=options.load_drafters([BASELINE, *(args.drafters or DRAFTERS)], args.settings),
-        rule=args.rule,
-        prompts=args.prompts,
-        categories=args.category,
-        limit=args.limit,
-        all=args.all,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-        system=args.system,
-        batch_size=args.batch_size,
-        offload=args.offload,
-        dtype=args.dtype,
-    )
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Comparison)}
+    drafters = options.load_drafters([BASELINE, *(args.drafters or DRAFTERS)], args.settings)
+    return Comparison(**given | {"drafters": drafters})
 
 
 def run(args: argparse.Namespace) -> int:

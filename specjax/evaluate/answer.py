@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any
 
 import jax
 
-from specjax import decode, memory, verify
+from specjax import decode, verify
 from specjax.drafter import Drafter
 from specjax.engine import Engine, Generation, NotFiniteError, capacity_for
 from specjax.evaluate import measure
@@ -65,7 +66,7 @@ class Answer:
             )
         needed = max(len(tokens) + max_new_tokens, drafter.num_speculative_tokens + 1)
         capacity = min(max(SMALLEST_CAPACITY, capacity_for(needed)), context)
-        engine = measure.make_engine(target, target.load(), drafter, rule=rule)
+        engine = measure.make_engine(target, target.load(), drafter, rule)
         shared = measure.Options(max_new_tokens, seed, target.tokenizer.end_ids, sampling)
         return cls(target, engine, measure.Batch([tokens], [0], capacity, 1), shared)
 
@@ -105,19 +106,9 @@ class Answer:
     def row(self, name: str) -> tuple[dict[str, Any], str]:
         """The figures of the drafter `name`, as a comparison has them, and a title."""
         generation, _ = self.result()
-        program, prompt, capacity = self.engine.program, self.batch.prompts[0], self.batch.capacity
-        account = memory.account(
-            program, self.engine.params, self.engine.drafter_params,
-            batch=1, capacity=capacity, cache_dtype=self.engine.cache_dtype,
-        )  # fmt: skip
-        contender = Contender(
-            settings=repr(program.drafter),
-            label=program.drafter.label,
-            exact=program.exact,
-            compile_s=self.seconds.get("compile_s"),
-            added_bytes=account.added_bytes,
-            peak_bytes=account.peak_bytes,
-        )
+        prompt, capacity = self.batch.prompts[0], self.batch.capacity
+        contender = Contender.of(self.engine, 1, capacity)
+        contender = dataclasses.replace(contender, compile_s=self.seconds["compile_s"])
         record = Record(
             question_id="prompt", category="prompt", drafter=name, prompt_tokens=len(prompt), capacity=capacity,
             batch_rows=1, session="", finish="", prefill_s=self.seconds["prefill_s"], decode_s=self.seconds["decode_s"],

@@ -116,7 +116,5 @@ def _named(drafters: Drafters) -> dict[str, Drafter]:
             entry = name_of(entry), entry
         name, drafter = (entry, load_drafter(entry)) if isinstance(entry, str) else entry
         if found.setdefault(name, drafter) != drafter:
-            raise ValueError(
-                f"two drafters are named {name!r}: give them names of your own, as in {{'a': ..., 'b': ...}}"
-            )
+            raise ValueError(f"two drafters are named {name!r}: give a mapping, with names of your own")
     return found

@@ -28,9 +28,7 @@ from specjax.types import Draft, Model, Params
 T = TypeVar("T")
 
 
-def make_engine(
-    target: OpenedTarget, params: Params, drafter: Drafter, *, rule: verify.Rule | None = None, offload: str = ""
-) -> Engine:
+def make_engine(target: OpenedTarget, params: Params, drafter: Drafter, rule: verify.Rule, offload: str = "") -> Engine:
     """An engine for a target whose weights were read."""
     return Engine(target.model, params, drafter, rule=rule, offload=offload)
 

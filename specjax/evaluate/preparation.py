@@ -45,6 +45,11 @@ class Task:
         needed = max(window, len(self.tokens[question_id]) + self.shared.max_new_tokens)
         return min(max(SMALLEST_CAPACITY, capacity_for(needed)), self.target.model.context_length)
 
+    @property
+    def capacities(self) -> list[int]:
+        """Cache slots that are compiled for, from the fewest."""
+        return sorted({self.capacity(name) for name in self.chosen})
+
     def batches(self) -> list[list[str]]:
         """Prompts by capacity, then in the file's order, `batch_size` together."""
         groups: dict[int, list[str]] = {}

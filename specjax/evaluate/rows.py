@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specjax import memory, offload
+from specjax.engine import Engine
 from specjax.evaluate import metrics
 from specjax.evaluate.record import Record
+from specjax.memory.tiers import offloaded_account
 
 BASELINE = "none"
 
@@ -28,6 +32,24 @@ class Contender:
     temp_bytes: int | None = None  # of these, temporaries
     offloaded_bytes: int | None = None  # the drafter's weights, in host memory between drafts
     fetch_s: float | None = None  # to bring them in, measured apart from the round
+
+    @classmethod
+    def of(cls, engine: Engine, batch: int, capacity: int) -> Contender:
+        """What an engine says of itself, and its shapes of its memory."""
+        program, own = engine.program, engine.drafter_params
+        sizes: dict[str, Any] = {"batch": batch, "capacity": capacity, "cache_dtype": engine.cache_dtype}
+        account = memory.account(program, engine.params, own, **sizes)
+        if program.offload:
+            account = offloaded_account(account)
+        return cls(
+            settings=repr(program.drafter),
+            label=program.drafter.label,
+            exact=program.exact,
+            added_bytes=account.added_bytes,
+            peak_bytes=account.peak_bytes,
+            offloaded_bytes=offload.size(own) if program.offload else None,
+            fetch_s=offload.fetch_s(own) if program.offload else None,
+        )
 
 
 def make_rows(
@@ -58,32 +80,21 @@ def _row(
     seed: int,
 ) -> dict[str, Any]:
     own = list(records.values())
-    summary = metrics.summarize(own, seed=seed).as_json()
+    summary, costs = metrics.summarize(own, seed=seed).as_json(), dataclasses.asdict(known)
     speedup = _speedup(own, baseline)
     difference = None if not greedy or name == BASELINE else first_difference(own, baseline)
     equal = None if not greedy or not baseline or not own else difference is None
-    row = {"drafter": name, "settings": known.settings, "label": known.label, **summary}
-    row |= {
+    row = {"drafter": name, **costs, **summary} | {
         "tokens_per_second": tokens_per_second(own),
         "speedup": speedup,
         "estimated_speedup": metrics.expected_speedup(
             summary["acceptance_length"], known.draft_s, known.verify_s, plain_round_s
         ),
-        "draft_s": known.draft_s,
-        "verify_s": known.verify_s,
-        "compile_s": known.compile_s,
         "prefill_s": sum(record.prefill_s / record.batch_rows for record in own),
         "decode_s": sum(record.decode_s / record.batch_rows for record in own),
         "seconds_per_token_quantiles": metrics.quantiles([_seconds_per_token(r) for r in own if len(r.tokens) > 1]),
-        "added_bytes": None if known.added_bytes is None else dict(known.added_bytes),
-        "peak_bytes": known.peak_bytes,
-        "compiler_bytes": known.compiler_bytes,
-        "temp_bytes": known.temp_bytes,
-        "offloaded_bytes": known.offloaded_bytes,
-        "fetch_s": known.fetch_s,
         "greedy_equal": equal,
         "greedy_difference": difference,
-        "exact": known.exact,
         "categories": _by_category(own, baseline),
     }
     return row | {"notes": _notes(row)}

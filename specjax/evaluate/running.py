@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specjax import memory, offload
 from specjax.engine import Engine, NotFiniteError
 from specjax.evaluate import measure
 from specjax.evaluate.comparison import Comparison
@@ -24,7 +23,6 @@ from specjax.evaluate.run_folder import RunFolder, record_store
 from specjax.evaluate.store import Store
 from specjax.memory import device
 from specjax.memory.compiler import read as read_compiled
-from specjax.memory.tiers import offloaded_account
 from specjax.types import Params
 
 
@@ -90,7 +88,9 @@ def carry_out(
         try:
             with preparing():
                 _make_engines(run, params, bar)
-            _account(run, bar)
+            bar.describe("accounting for memory")
+            for name, engine in run.engines.items():
+                run.contenders[name] = Contender.of(engine, task.comparison.batch_size, max(task.capacities))
             for names in task.batches():
                 for drafter, undone in _turns(run, names, bar):
                     _decode(run, drafter, undone, bar)
@@ -108,32 +108,7 @@ def _make_engines(run: Run, params: Params, progress: Lines) -> None:
     task = run.task
     for name, drafter in task.drafters.items():
         progress.describe(f"{name}: preparing")
-        run.engines[name] = measure.make_engine(
-            task.target, params, drafter, rule=task.rule, offload=task.comparison.offload
-        )
-
-
-def _account(run: Run, progress: Lines) -> None:
-    """Account for every strategy's memory, from shapes."""
-    progress.describe("accounting for memory")
-    capacity = max(run.task.capacity(name) for name in run.task.chosen)
-    for name, engine in run.engines.items():
-        account = memory.account(
-            engine.program, engine.params, engine.drafter_params,
-            batch=run.task.comparison.batch_size, capacity=capacity, cache_dtype=engine.cache_dtype,
-        )  # fmt: skip
-        offloaded = engine.program.offload
-        if offloaded:
-            account = offloaded_account(account)
-        run.contenders[name] = Contender(
-            settings=repr(engine.program.drafter),
-            label=engine.program.drafter.label,
-            exact=engine.program.exact,
-            added_bytes=account.added_bytes,
-            peak_bytes=account.peak_bytes,
-            offloaded_bytes=offload.size(engine.drafter_params) if offloaded else None,
-            fetch_s=offload.fetch_s(engine.drafter_params) if offloaded else None,
-        )
+        run.engines[name] = measure.make_engine(task.target, params, drafter, task.rule, task.comparison.offload)
 
 
 def _turns(run: Run, names: Sequence[str], progress: Lines) -> Iterator[tuple[str, list[str]]]:
@@ -205,16 +180,21 @@ def _summarize(run: Run, complete: bool) -> dict[str, Any]:
     for row in rows:
         if complete and row["greedy_difference"] is not None:
             row["greedy_difference"]["margin"] = _margin(run, row["greedy_difference"])
-    capacities = sorted({task.capacity(name) for name in task.chosen})
     title = (
         f"{task.target.checkpoint.name}, {task.target.dtype}, {len(task.chosen)} of {len(task.source.prompts)} prompts "
         f"({task.source.name}), up to {comparison.max_new_tokens} new tokens, temperature {comparison.temperature:g}, "
-        f"batch {comparison.batch_size}, {' and '.join(map(str, capacities))} slots"
+        f"batch {comparison.batch_size}, {' and '.join(map(str, task.capacities))} slots"
     )
     peak = device.peak_bytes()
     if peak is not None:
         title += f"; the device held {peak / 2**30:.2f} GiB at most, all strategies together (memory_stats)"
-    return {"complete": complete, "title": title, "capacity": capacities[-1], "device_peak_bytes": peak, "rows": rows}
+    return {
+        "complete": complete,
+        "title": title,
+        "capacity": task.capacities[-1],
+        "device_peak_bytes": peak,
+        "rows": rows,
+    }
 
 
 def _margin(run: Run, difference: dict[str, Any]) -> float | None:

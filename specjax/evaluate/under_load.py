@@ -239,7 +239,8 @@ def _bound(achieved: Mapping[str, float] | str) -> Fingerprint:
     if isinstance(achieved, str):
         return Fingerprint(name, None, f"not observable: {achieved}")
     intensity = achieved["flop_per_s"] / achieved["bytes_per_s"]
-    text = f"{achieved['bytes_per_s'] / 1e9:.1f} GB/s and {achieved['flop_per_s'] / 1e9:.1f} GFLOP/s: {intensity:.1f} a byte"
+    memory, arithmetic = (achieved[kind] / 1e9 for kind in ("bytes_per_s", "flop_per_s"))
+    text = f"{memory:.1f} GB/s and {arithmetic:.1f} GFLOP/s: {intensity:.1f} a byte"
     if "ridge" not in achieved:
         return Fingerprint(name, None, text + "; against which peak is not observable: give --device")
     text += f", the device's ridge is at {achieved['ridge']:.0f}; {achieved['share']:.0%} of its bandwidth"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fixtures_cli import PROMPTS, question_file, tiny_checkpoint  # noqa: F401
 
-from specjax import cli, testing
+from specjax import Nothing, cli, drafter, evaluate, testing, verify
 from specjax.cli import compare
 from specjax.cli.errors import Failure
 from specjax.engine import NotFiniteError
@@ -416,6 +416,79 @@ def test_the_margin_is_the_distance_of_the_two_largest_logits():
     laws[:, 2], laws[:, 3] = 0.5, 0.3
     found = measure.margin(model, testing.table_params(laws), [0, 1, 2], jnp.float32)
     assert found == pytest.approx(np.log(0.5 / 0.3), abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def small(checkpoint, questions):
+    """What the command of these tests does, as a value."""
+    return Comparison(str(checkpoint), [NGRAM], prompts=str(questions), max_new_tokens=BUDGET, limit=3)
+
+
+def test_a_comparison_gives_the_commands_records_without_a_command_line(small, finished, tmp_path):
+    result = evaluate.compare(small, tmp_path / "run", progress=None)
+    assert tokens_by_key(tmp_path / "run") == tokens_by_key(finished)
+    counts = {(line["drafter"], line["question_id"]): line["counts"] for line in lines(finished)}
+    assert {(r.drafter, r.question_id): json.loads(r.line())["counts"] for r in result.records} == counts
+    manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (tmp_path / "run", finished)]
+    assert {**manifests[0], "command": manifests[1]["command"]} | {"created": ""} == manifests[1] | {"created": ""}
+    rows = json.loads((finished / "summary.json").read_text())["rows"]
+    assert [row["acceptance_length"] for row in result.rows] == [row["acceptance_length"] for row in rows]
+    assert (result.total, result.done, result.stopped) == (6, 6, None)
+
+
+def test_the_commands_folder_is_read_by_a_notebook_and_decoded_no_further(small, finished, monkeypatch):
+    monkeypatch.setattr(measure, "decode_batch", None)
+    result = evaluate.compare(small, finished)
+    assert result.summary == json.loads((finished / "summary.json").read_text())
+
+
+def test_a_result_in_memory_prints_as_the_table(small, capsys):
+    result = evaluate.compare(dataclasses.replace(small, limit=1))
+    assert result.folder is None
+    for shown in (repr(result), result._repr_html_()):
+        assert all(text in shown for text in (NGRAM, "acceptance length, pooled", "1 of 3 prompts"))
+    assert "ngram:num_speculative_tokens=2: compiling for 256 slots" in capsys.readouterr().err
+
+
+def test_an_interrupted_comparison_keeps_what_is_done_and_says_so(small, monkeypatch):
+    count_decodings(monkeypatch, stop_at=4)
+    result = evaluate.compare(small, progress=None)
+    assert isinstance(result.stopped, KeyboardInterrupt)
+    assert (result.done, len(result.records)) == (3, 3)
+    assert "stopped after 3 of 6 results: KeyboardInterrupt" in repr(result)
+
+
+def test_a_comparison_is_equal_by_value_however_its_drafters_were_given():
+    text, made = Comparison(drafters=["ngram:prompt_lookup_max=2"]), drafter.load("ngram", {"prompt_lookup_max": "2"})
+    for drafters in ([made], {"ngram:prompt_lookup_max=2": made}, ["none", made], text.drafters):
+        same = Comparison(drafters=drafters)
+        assert same == text
+        assert hash(same) == hash(text)
+        assert repr(same) == repr(text)
+    assert dataclasses.replace(text, seed=1) != text
+    assert list(Comparison(drafters={"mine": made}).strategies) == ["none", "mine"]
+    assert Comparison(rule="match") == Comparison(rule=verify.Match())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"limit": 0}, "limit=0: must be at least 1"),
+        ({"batch_size": 0}, "batch_size=0: must be at least 1"),
+        ({"limit": 1, "all": True}, "limit=1 and all=True: give one of them"),
+        ({"rule": "hopeful"}, "unknown rule 'hopeful': choose from token"),
+        ({"drafters": ["eagle9"]}, "unknown drafter 'eagle9'"),
+        ({"drafters": [("a", Nothing()), "ngram", ("ngram", Nothing())]}, "two drafters are named 'ngram'"),
+    ],
+)
+def test_a_comparison_that_makes_no_sense_is_refused_when_it_is_made(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Comparison(**settings)
+
+
+def test_texts_are_prompts_and_all_of_them_are_chosen(checkpoint):
+    task = prepare(Comparison(str(checkpoint), prompts=["The sea.", "What is 2 + 2?"], max_new_tokens=8))
+    assert [prompt.text for prompt in task.chosen.values()] == ["The sea.", "What is 2 + 2?"]
 
 
 def count_decodings(monkeypatch, stop_at=None):

@@ -137,6 +137,17 @@ def test_the_models_estimate_divides_tokens_by_the_cost_of_a_round():
     assert metrics.expected_speedup(1.0, 0.0, 0.0, 1.0) is None
 
 
+def test_the_histogram_counts_rounds_by_what_they_emitted_and_the_summary_prints_it():
+    summary = metrics.summarize([rounds(4, [4, 0, 2]), rounds(4, [0])])
+    assert summary.emitted_histogram == (0, 2, 0, 1, 0, 1)
+    assert sum(tokens * count for tokens, count in enumerate(summary.emitted_histogram)) == summary.emitted
+    assert repr(summary).splitlines()[0].split() == ["acceptance", "length,", "pooled", "2.50"]
+    assert "95 % interval over prompts" in repr(summary)
+    assert "  1 tokens" in repr(summary)
+    assert summary._repr_html_().count("<tr>") == len(repr(summary).splitlines()) + 1
+    assert summary.as_json()["emitted_histogram"] == [0, 2, 0, 1, 0, 1]
+
+
 @pytest.fixture(scope="module")
 def decode():
     """Decode two prompts with a drafter that is always right, on a target that compiles fast."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, Float, Key, PyTree
 
-from specjax.drafter import Drafter, draft_chain
+from specjax.drafter import Drafter, chain_log_probs, draft_chain
 from specjax.text import Tokenizer
-from specjax.types import Draft, Keys, Model, Params, Target
+from specjax.types import Draft, Keys, Model, Params, Target, Text
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,13 @@ class EarlyExit(Drafter):
     num_speculative_tokens: int = 4
     exit_layer: int = 0  # 0: two thirds of the target
     exit_norm: bool = False  # a norm of its own before the head, for training
+    checkpoint: str = ""
 
-    label: ClassVar[str] = "untrained exit"
+    untrained: ClassVar[str] = "untrained exit"
 
-    def layers(self, model: Model) -> int:
+    def layers(self, model: Model) -> tuple[int, int]:
         """Layers that run, for a given target."""
-        return self.exit_layer or max(1, 2 * model.num_layers // 3)
+        return 0, self.exit_layer or max(1, 2 * model.num_layers // 3)
 
     def check(self, model: Model, tokenizer: Tokenizer | None = None) -> None:
         """The exit must lie inside the target."""
@@ -43,7 +44,7 @@ class EarlyExit(Drafter):
                 f"{model.num_layers} layers (0 takes two thirds of them)"
             )
 
-    def params(self, key: Key[Array, ""], model: Model, target_params: Params) -> Params:
+    def init_params(self, key: Key[Array, ""], model: Model, target_params: Params) -> Params:
         """The exit norm, at first a copy of the target's final one; `{}` without."""
         return {"norm": {"weight": jnp.copy(target_params["norm"]["weight"])}} if self.exit_norm else {}
 
@@ -51,7 +52,12 @@ class EarlyExit(Drafter):
         """Draft a chain on the target's cache with its first layers."""
         tokens, log_q, cache = draft_chain(
             keys, target, self.num_speculative_tokens, target.model, target.params | params, target.cache,
-            num_layers=self.layers(target.model),
+            layers=self.layers(target.model),
         )  # fmt: skip
-        count = jnp.full(target.length.shape, self.num_speculative_tokens, jnp.int32)
-        return Draft(tokens, log_q, count, cache, state)
+        return Draft(tokens, log_q, cache, state)
+
+    def log_probs(self, params: Params, text: Text) -> Float[Array, "B P K V"]:
+        """One pass of the first layers."""
+        return chain_log_probs(
+            text, self.num_speculative_tokens, text.model, text.params | params, layers=self.layers(text.model)
+        )

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from specjax import decode
-from specjax.drafter import Drafter, draft_chain
+from specjax import cache
+from specjax.drafter import Drafter, chain_log_probs, draft_chain, read_prompt
 from specjax.model import Llama
 from specjax.model.decoder import FP8
-from specjax.types import Draft, Keys, Model, Params, Target
+from specjax.types import Draft, Keys, Model, Params, Seen, Target, Text
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,9 @@ class Fp8(Drafter):
 
     num_speculative_tokens: int = 4
     kv: str = "shared"
+    checkpoint: str = ""
 
+    untrained: ClassVar[str] = ""  # the target itself, rounded
     KV: ClassVar[tuple[str, ...]] = ("shared", "own")
 
     def __post_init__(self) -> None:
@@ -41,32 +43,38 @@ class Fp8(Drafter):
         assert isinstance(target, Llama)
         return Llama(dataclasses.replace(target.config, quantized=True))
 
-    def params(self, key: Key[Array, ""], model: Model, target_params: Params) -> Params:
+    def init_params(self, key: Key[Array, ""], model: Model, target_params: Params) -> Params:
         """Quantised linear layers; everything else is the target's and counts zero here."""
         return {"layers": _quantize_all(target_params["layers"])}
 
-    def init(self, params: Params, target: Target) -> PyTree[Array]:
-        """Nothing when the cache is shared, else a cache filled with the prompt."""
-        if self.kv == "shared":
-            return ()
-        model = self.model(target.model)
-        batch, slots = target.tokens.shape
-        cache = model.init_cache(batch, slots, target.cache[0][0].dtype)
-        return decode.prefill(model, self.whole(params, target), target.tokens, target.length - 1, cache)[2]
+    def init(self, params: Params, model: Model, batch: int, capacity: int, dtype: Any) -> PyTree[Array]:
+        """Nothing when the cache is shared, else one of its own."""
+        return () if self.kv == "shared" else model.init_cache(batch, capacity, dtype)
 
-    def whole(self, params: Params, target: Target) -> Params:
-        """Own linear weights and their scales, laid over the target's parameters."""
-        return _lay_over(target.params, params)
+    def observe(self, params: Params, state: Any, seen: Seen) -> PyTree[Array]:
+        """A cache of its own reads the prompt."""
+        if self.kv == "shared":
+            return state
+        target = seen.target
+        return read_prompt(self.model(target.model), _lay_over(target.params, params), state, seen)
+
+    def scratch(self, state: PyTree[Array], length: Int[Array, "B"]) -> PyTree[Bool[Array, "..."]]:
+        """The last two tokens are read again."""
+        return cache.scratch(state, length - 2)
 
     def propose(self, keys: Keys, params: Params, state: Any, target: Target) -> Draft:
         """Draft a chain with the quantised layers."""
         shared = self.kv == "shared"
-        tokens, log_q, cache = draft_chain(
-            keys, target, self.num_speculative_tokens, self.model(target.model), self.whole(params, target),
+        tokens, log_q, filled = draft_chain(
+            keys, target, self.num_speculative_tokens, self.model(target.model), _lay_over(target.params, params),
             target.cache if shared else state, reread=1 if shared else 2,
         )  # fmt: skip
-        count = jnp.full(target.length.shape, self.num_speculative_tokens, jnp.int32)
-        return Draft(tokens, log_q, count, cache if shared else target.cache, () if shared else cache)
+        return Draft(tokens, log_q, filled if shared else target.cache, () if shared else filled)
+
+    def log_probs(self, params: Params, text: Text) -> Float[Array, "B P K V"]:
+        """One pass of the quantised layers."""
+        whole = _lay_over(text.params, params)
+        return chain_log_probs(text, self.num_speculative_tokens, self.model(text.model), whole)
 
 
 def _quantize_all(tree: Params) -> Params:
@@ -82,6 +90,7 @@ def _quantize_all(tree: Params) -> Params:
 
 
 def _lay_over(base: Params, own: Params) -> Params:
+    """Own linear weights and their scales, in the places of the target's."""
     return base | {name: _lay_over(base[name], part) if isinstance(part, dict) else part for name, part in own.items()}
 
 

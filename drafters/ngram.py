@@ -38,7 +38,7 @@ class NGram(Drafter):
         steps = jnp.arange(self.num_speculative_tokens, dtype=jnp.int32)[None]
         index = jnp.minimum(first[:, None] + steps, target.tokens.shape[1] - 1)
         tokens = jnp.take_along_axis(target.tokens, index, 1)
-        return Draft(tokens, None, jnp.minimum(count, self.num_speculative_tokens), target.cache, state)
+        return Draft(tokens, None, target.cache, state, jnp.minimum(count, self.num_speculative_tokens))
 
 
 def find_match(

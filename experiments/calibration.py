@@ -18,7 +18,7 @@ from typing import Any
 
 from specjax.experiments import calibration_tables, error_rates
 
-from specjax import decode, drafter
+from specjax import decode, plugins
 from specjax.evaluate.store import Store
 from specjax.exactness import lab, mutation
 from specjax.exactness.mutants import BLOCK_MUTANTS, CONTROLS, VERIFY_MUTANTS, Mutant
@@ -74,7 +74,7 @@ def grid(name: str, drafts: int, samples: int = 1 << 17, settings: tuple[Setting
     goes through all of it in a second experiment of the same family.
     """
     spec, fields = DRAFTERS[name]
-    chosen = drafter.load(spec, fields | {"num_speculative_tokens": str(drafts)})
+    chosen = plugins.load_drafter(spec, fields | {"num_speculative_tokens": str(drafts)})
     sizes = {1: [(6, 3)], 3: [(6, 4)], 7: [(6, 4), (2, 9)]}[drafts]
     experiments = []
     for vocab, length in sizes:

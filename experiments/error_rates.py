@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import brentq
 
-from specjax import decode, drafter, testing
+from specjax import decode, drafter, plugins, testing
 from specjax.exactness import lab, large, sampler, statistics
 from specjax.exactness.oracle import Joint
 from specjax.exactness.sampler import Setting
@@ -53,7 +53,7 @@ def transform_alarms(seeds: Sequence[int], sequences: int = 64, new_tokens: int 
     params = jax.tree.map(jnp.asarray, params)
     prompts = [([1, 2, 3], [4, 5], [6, 7, 8, 9], [10])[i % 4] for i in range(sequences)]
     options = (params, prompts, Setting(0.8, top_p=0.95), new_tokens, sequences)
-    program = decode.Program(model, drafter.load("early-exit", {"exit_layer": "1"}))
+    program = decode.Program(model, plugins.load_drafter("early-exit", {"exit_layer": "1"}))
     plain = decode.Program(model, drafter.Nothing())
     alarms = dict.fromkeys(large.SHARES, 0)
     for seed in seeds:

@@ -1,10 +1,76 @@
-"""specjax: research on speculative decoding in JAX."""
+"""specjax: research on speculative decoding in JAX.
 
-from specjax.drafter import Drafter, Nothing
-from specjax.engine import Engine, Generation
-from specjax.sampling import make_sampling
-from specjax.types import Draft, Target
+target = specjax.load_target("smollm2-135m")
+drafter = specjax.load_drafter("ngram", num_speculative_tokens=7)
+out = specjax.Engine(target, drafter).generate(["Why is the sky blue?"], max_new_tokens=64, seed=0)
+
+Names are imported when they are first used: `import specjax` waits for nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specjax import testing
+    from specjax.drafter import Drafter, Nothing
+    from specjax.engine import Engine, Generation, Generations
+    from specjax.evaluate import Comparison, compare, summarize
+    from specjax.exactness import assert_exact
+    from specjax.language_model import LanguageModel, load_target
+    from specjax.notebook import account
+    from specjax.plugins import load_drafter, load_rule
+    from specjax.sampling import make_sampling
+    from specjax.types import Draft, Target
 
 __version__ = "0.1.0"
 
-__all__ = ["Draft", "Drafter", "Engine", "Generation", "Nothing", "Target", "__version__", "make_sampling"]
+__all__ = [
+    "Comparison",
+    "Draft",
+    "Drafter",
+    "Engine",
+    "Generation",
+    "Generations",
+    "LanguageModel",
+    "Nothing",
+    "Target",
+    "__version__",
+    "account",
+    "assert_exact",
+    "compare",
+    "load_drafter",
+    "load_rule",
+    "load_target",
+    "make_sampling",
+    "summarize",
+    "testing",
+]
+
+_MODULES = {
+    "specjax.drafter": ("Drafter", "Nothing"),
+    "specjax.engine": ("Engine", "Generation", "Generations"),
+    "specjax.exactness": ("assert_exact",),
+    "specjax.language_model": ("LanguageModel", "load_target"),
+    "specjax.evaluate": ("Comparison", "compare", "summarize"),
+    "specjax.notebook": ("account",),
+    "specjax.plugins": ("load_drafter", "load_rule"),
+    "specjax.sampling": ("make_sampling",),
+    "specjax.types": ("Draft", "Target"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "testing":
+        return importlib.import_module("specjax.testing")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'specjax' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

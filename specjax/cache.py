@@ -1,4 +1,4 @@
-"""The KV cache: a tuple of `(keys, values)` per layer and, outside of it, one length a row.
+"""The KV cache: `(keys, values)` per layer and, outside of it, one length a row.
 
     slot     0   1   2   3   4   5   6   7   8 ...
              a   b   c   d   e   .   .   .   .        length 5: a..e are committed, e is pending
@@ -13,11 +13,11 @@ arrays, so that the compiled loop updates each in place (tests/test_compiled.py 
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from specjax.types import Cache
 
@@ -25,20 +25,16 @@ LANES = {"tpu": 128}
 """A platform's arrays are padded to a multiple of this width. A TPU's compiler stores a cache of heads of 64 without
 padding, but computes on it padded, and holds both: a cache that is padded from the start is held once."""
 
-SlotTree = TypeVar("SlotTree")  # a tree of [B, _, T, _]: a cache, or the hidden states of tapped layers
-
 
 def padded(width: int, lanes: int) -> int:
     """The next multiple of `lanes`."""
     return -(-width // lanes) * lanes
 
 
-def init_cache(layers: int, batch: int, heads: int, slots: int, width: int, dtype: Any) -> Cache:
+def init_cache(layers: int, batch: int, heads: int, capacity: int, width: int, dtype: Any) -> Cache:
     """Zeros: an uninitialised NaN would leak through a masked product."""
-    return tuple(
-        (jnp.zeros((batch, heads, slots, width), dtype), jnp.zeros((batch, heads, slots, width), dtype))
-        for _ in range(layers)
-    )
+    shape = (batch, heads, capacity, width)
+    return Cache(tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers)))
 
 
 def write(
@@ -56,7 +52,7 @@ def write(
     return slots.at[row, head, index[:, None]].set(rows.astype(slots.dtype), mode="drop", unique_indices=True)
 
 
-def commit_path(cache: SlotTree, start: Int[Array, "B"], path: Int[Array, "B K"]) -> SlotTree:
+def commit_path(cache: Cache, start: Int[Array, "B"], path: Int[Array, "B K"]) -> Cache:
     """Move the accepted nodes of a tree to the slots behind the pending token, inside the window only.
 
     Node i of the draft stands at slot `start + 1 + i`, and belongs at `start + 1 + depth`. Slots of
@@ -69,3 +65,15 @@ def commit_path(cache: SlotTree, start: Int[Array, "B"], path: Int[Array, "B K"]
         return write(slots, jnp.take_along_axis(slots, index, axis=2), start + 1)
 
     return jax.tree.map(move, cache)
+
+
+def scratch(tree: PyTree[Array], first: Int[Array, "B"]) -> PyTree[Bool[Array, "..."]]:
+    """What may hold anything in a tree that has caches in it: of each, the slots from `first` on; nothing else."""
+
+    def mark(node: Any) -> Any:
+        if not isinstance(node, Cache):
+            return jnp.zeros(jnp.shape(node), bool)
+        stale = jnp.arange(node.capacity, dtype=first.dtype)[None] >= first[:, None]
+        return jax.tree.map(lambda slots: jnp.broadcast_to(stale[:, None, :, None], slots.shape), node)
+
+    return jax.tree.map(mark, tree, is_leaf=lambda node: isinstance(node, Cache))

@@ -1,48 +1,34 @@
-"""The host's side of decoding: checked prompts in, tokens and raw counts out.
+"""The host's side of decoding: checked prompts in, tokens, text and raw counts out.
 
-engine = Engine(model, params, drafter)
-for generation in engine.generate([ids], max_new_tokens=64, seed=0):
-    print(generation.tokens, generation.counts.accepted)
+engine = Engine(load_target("smollm2-135m"), "ngram:num_speculative_tokens=7")
+for generation in engine.generate(["Why is the sky blue?"], max_new_tokens=64, seed=0):
+    print(generation.text, generation.counts.accepted)
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode, sampling, verify
-from specjax import offload as offloading
+from specjax import decode, plugins, sampling, verify
 from specjax.drafter import Drafter
-from specjax.text import Tokenizer
-from specjax.types import Counts, Model, Params, Sampling
+from specjax.generation import Generation, Generations, NotFiniteError
+from specjax.language_model import MAX_END_IDS, LanguageModel, load_target
+from specjax.types import Counts, Model, Params, Prompts, Sampling
 
-MAX_END_IDS = 8
+__all__ = [
+    "MAX_END_IDS", "Engine", "Generation", "Generations", "LanguageModel", "NotFiniteError", "capacity_for",
+    "load_target",
+]  # fmt: skip
+
 SMALLEST_CAPACITY = 128
 
-
-@dataclass(frozen=True)
-class Generation:
-    """One row's result. `counts` holds numpy arrays, one entry a round."""
-
-    tokens: list[int]
-    counts: Counts
-    finish: str  # "end" (an end id was emitted), "length" (budget spent) or "not_finite"
-
-
-class NotFiniteError(ArithmeticError):
-    """The target's logits were NaN or infinite; `generations` holds what was emitted before."""
-
-    def __init__(self, row: int, position: int, generations: list[Generation]):
-        self.generations = generations
-        super().__init__(
-            f"target logits of row {row} are not finite at position {position}: "
-            "check the checkpoint's weights, or use a wider dtype (--dtype float32)"
-        )
+Prompt = str | Sequence[int]
 
 
 class Engine:
@@ -50,63 +36,85 @@ class Engine:
 
     def __init__(
         self,
-        model: Model,
-        params: Params,
-        drafter: Drafter,
+        target: LanguageModel,
+        drafter: Drafter | str = "none",
         *,
-        rule: verify.Rule | None = None,
+        rule: verify.Rule | str = "token",
         drafter_params: Params | None = None,
         drafter_seed: int = 0,
         cache_dtype: Any = None,
-        tokenizer: Tokenizer | None = None,
-        offload: str = "",
     ):
-        """Check that the parts fit; with the target's tokenizer, an external drafter's is compared with it.
+        """Check that the parts fit, then read the weights.
 
         Args:
-          offload: `host` keeps the drafter's weights in host memory between drafts (`specjax.offload`).
+          drafter, rule: as values or as text (`specjax.plugins`).
+          drafter_params: the drafter's own weights; by default its checkpoint's, or fresh ones from `drafter_seed`.
+          cache_dtype: of the KV caches; by default that of the weights.
         """
-        drafter.check(model, tokenizer)
-        if offload:
-            offloading.check(offload)
-        if drafter.num_speculative_tokens >= model.context_length:
-            raise ValueError(
-                f"num_speculative_tokens={drafter.num_speculative_tokens}: must be smaller than the target's "
-                f"context of {model.context_length} tokens"
-            )
-        self.params = params
+        drafter = plugins.load_drafter(drafter) if isinstance(drafter, str) else drafter
+        rule = plugins.load_rule(rule) if isinstance(rule, str) else rule
+        target.check(drafter)
+        self.target = target
+        self.program = decode.Program(target.model, drafter, rule)
+        self.params = target.params
         if drafter_params is None:
-            drafter_params = drafter.params(jax.random.key(drafter_seed), model, params)
-        self.drafter_params = offloading.to_host(drafter_params) if offload else drafter_params
-        moved = bool(offload and jax.tree.leaves(drafter_params))
-        self.program = decode.Program(model, drafter, rule or verify.Token(), offload=moved)
-        self.cache_dtype = jnp.dtype(cache_dtype or jax.tree.leaves(params)[0].dtype)
+            drafter_params = drafter.params(jax.random.key(drafter_seed), target.model, self.params)
+        self.drafter_params = drafter_params
+        self.cache_dtype = jnp.dtype(cache_dtype or jax.tree.leaves(self.params)[0].dtype)
+
+    def __repr__(self) -> str:
+        return f"Engine({self.target!r}, {self.program.drafter!r}, rule={self.program.rule!r})"
 
     def start(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         *,
         max_new_tokens: int,
         seed: int,
+        temperature: float | Sequence[float] = 0.0,
+        top_k: int | Sequence[int] = 0,
+        top_p: float | Sequence[float] = 1.0,
+        min_p: float | Sequence[float] = 0.0,
         rows: Sequence[int] | None = None,
-        end_ids: Sequence[int] = (),
-        sampler: Sampling | None = None,
+        end_ids: Sequence[int] | None = None,
+        system: str | None = None,
         capacity: int | None = None,
     ) -> decode.State:
         """Prefill `prompts` and emit each one's first token.
 
         Args:
-          prompts: token ids, one sequence a row, of any lengths.
+          prompts: text, which goes through the target's chat template, or token ids; one a row, of any lengths.
           max_new_tokens: budget of each row; it is never exceeded.
           seed, rows: a row's randomness comes from `(seed, rows[i])` alone (rows are numbered by default).
-          end_ids: ids after which a row is finished; the id itself is emitted.
+          temperature, top_k, top_p, min_p: applied in this order; one for all rows, or one a row. 0 is greedy.
+          end_ids: ids after which a row is finished; the id itself is emitted. By default the tokenizer's.
+          system: system prompt of those that are text.
           capacity: cache slots; by default the next power of two that holds the longest row. Batches of
             equal capacity and size share a compilation.
 
         Raises:
-          ValueError: an empty prompt, an id out of range, a prompt that does not fit.
+          ValueError: an empty prompt, an id or a setting out of range, a prompt that does not fit.
         """
-        model = self.program.model
+        ids = self.encode(prompts, system)
+        sampler = sampling.make_sampling(len(ids), temperature, top_k, top_p, min_p)
+        ends = self.target.end_ids if end_ids is None else end_ids
+        return self.prefill(
+            ids, sampler, max_new_tokens=max_new_tokens, seed=seed, rows=rows, end_ids=ends, capacity=capacity
+        )
+
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampler: Sampling,
+        *,
+        max_new_tokens: int,
+        seed: int,
+        rows: Sequence[int] | None = None,
+        end_ids: Sequence[int] = (),
+        capacity: int | None = None,
+    ) -> decode.State:
+        """`start` for those who have token ids and a `Sampling` already."""
+        model, window = self.program.model, self.program.drafter.num_speculative_tokens
         longest = _check(prompts, max_new_tokens, end_ids, model)
         capacity = capacity or min(capacity_for(longest), model.context_length)
         if longest > capacity:
@@ -114,69 +122,112 @@ class Engine:
                 f"a prompt and max_new_tokens={max_new_tokens} need {longest} cache slots, more than the capacity "
                 f"{capacity} (the target's context is {model.context_length}): shorten the prompt or ask for less"
             )
-        if self.program.drafter.num_speculative_tokens >= capacity:
-            raise ValueError(
-                f"num_speculative_tokens={self.program.drafter.num_speculative_tokens}: the window does not fit into "
-                f"{capacity} cache slots"
-            )
+        if window >= capacity:
+            raise ValueError(f"num_speculative_tokens={window}: the window does not fit into {capacity} cache slots")
         tokens = np.zeros((len(prompts), capacity), np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
         length = np.asarray([len(prompt) for prompt in prompts], np.int32)
         ends = np.full((MAX_END_IDS,), -1, np.int32)
         ends[: len(end_ids)] = list(end_ids)
+        batch = Prompts(
+            tokens=jnp.asarray(tokens),
+            length=jnp.asarray(length),
+            limit=jnp.asarray(length + np.int32(max_new_tokens)),
+            keys=sampling.row_keys(seed, range(len(prompts)) if rows is None else rows),
+            end_ids=jnp.asarray(ends),
+            sampling=sampler,
+        )
         return decode.start(
-            self.program,
-            self.params,
-            self.drafter_params,
-            jnp.asarray(tokens),
-            jnp.asarray(length),
-            jnp.asarray(length + np.int32(max_new_tokens)),
-            sampling.row_keys(seed, range(len(prompts)) if rows is None else rows),
-            jnp.asarray(ends),
-            sampler or sampling.make_sampling(len(prompts)),
-            cache_dtype=self.cache_dtype,
+            self.program, self.params, self.drafter_params, batch, self.cache_dtype, longest=int(length.max())
         )
 
-    def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Generation]:
-        """Decode a batch to its end. Options are those of `start`.
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int,
+        seed: int,
+        temperature: float | Sequence[float] = 0.0,
+        top_k: int | Sequence[int] = 0,
+        top_p: float | Sequence[float] = 1.0,
+        min_p: float | Sequence[float] = 0.0,
+        rows: Sequence[int] | None = None,
+        end_ids: Sequence[int] | None = None,
+        system: str | None = None,
+        capacity: int | None = None,
+    ) -> Generations:
+        """Decode a batch to its end; arguments are those of `start`.
 
         Raises:
           NotFiniteError: NaN or infinite target logits; it carries what was emitted before.
         """
-        state = self.start(prompts, **options)
-        return self.results(decode.run(self.program, self.params, self.drafter_params, state), prompts)
+        ids = self.encode(prompts, system)
+        state = self.start(
+            ids, max_new_tokens=max_new_tokens, seed=seed, temperature=temperature, top_k=top_k, top_p=top_p,
+            min_p=min_p, rows=rows, end_ids=end_ids, capacity=capacity,
+        )  # fmt: skip
+        return self.results(decode.run(self.program, self.params, self.drafter_params, state), ids)
 
-    def stream(self, prompt: Sequence[int], **options: Any) -> Generator[list[int], None, Generation]:
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int,
+        seed: int,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        row: int = 0,
+        end_ids: Sequence[int] | None = None,
+        system: str | None = None,
+        capacity: int | None = None,
+    ) -> Generator[list[int], None, Generation]:
         """Decode one prompt and yield each round's tokens; the generator's value is its `Generation`."""
-        state = self.start([prompt], **options)
-        seen = len(prompt)
+        [ids] = self.encode([prompt], system)
+        state = self.start(
+            [ids], max_new_tokens=max_new_tokens, seed=seed, temperature=temperature, top_k=top_k, top_p=top_p,
+            min_p=min_p, rows=[row], end_ids=end_ids, capacity=capacity,
+        )  # fmt: skip
+        seen = len(ids)
         while True:
             tokens, length, done = jax.device_get((state.tokens[0], state.length[0], state.done[0]))
             if length > seen:
                 yield tokens[seen:length].tolist()
                 seen = int(length)
             if done:
-                return self.results(state, [prompt])[0]
+                return self.results(state, [ids])[0]
             state = decode.step(self.program, self.params, self.drafter_params, state)
 
-    def results(self, state: decode.State, prompts: Sequence[Sequence[int]]) -> list[Generation]:
-        """Bring a finished state to the host, checked."""
+    def results(self, state: decode.State, prompts: Sequence[Sequence[int]]) -> Generations:
+        """Bring a finished state to the host, checked. `prompts` are the ids that it started from."""
         got = jax.device_get(
             {name: getattr(state, name) for name in ("tokens", "length", "bad", "round", "end_ids", "counts")}
         )
-        generations = []
+        tokenizer, generations = self.target.tokenizer, Generations()
         for row, prompt in enumerate(prompts):
             rounds = int(got["round"][row]) - 1
             tokens = got["tokens"][row, len(prompt) : got["length"][row]].tolist()
             counts = Counts(**{f.name: getattr(got["counts"], f.name)[row, :rounds] for f in fields(Counts)})
             ended = bool(tokens) and tokens[-1] in got["end_ids"]
             finish = "not_finite" if got["bad"][row] else "end" if ended else "length"
-            generations.append(Generation(tokens, counts, finish))
+            text = None if tokenizer is None else tokenizer.decode(tokens)
+            generations.append(Generation(tokens, counts, finish, text))
         if got["bad"].any():
             row = int(np.argmax(got["bad"]))
             raise NotFiniteError(row, int(got["length"][row]), generations)
         return generations
+
+    def encode(self, prompts: Sequence[Prompt], system: str | None = None) -> list[Sequence[int]]:
+        """Token ids of prompts that are text or ids.
+
+        Raises:
+          ValueError: one prompt instead of a sequence of them, or a text without a tokenizer.
+        """
+        if isinstance(prompts, str) or any(isinstance(prompt, int | np.integer) for prompt in prompts):
+            raise ValueError("prompts are a sequence of texts or of sequences of ids: put a single one into a list")
+        return [self.target.encode(prompt, system) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 def capacity_for(tokens: int) -> int:

@@ -1,6 +1,6 @@
 """A drafter's weights in host memory between drafts: less device memory at verification, a fetch each round.
 
-The weights are arguments of the compiled loop in a memory of the kind `pinned_host`; the round brings them to
+The weights are arguments of the compiled loop in a memory of the kind `pinned_host`; the wrapper brings them to
 the device before it drafts and lets go of them behind. The TPU's compiler copies inside of the loop, into the
 loop's temporaries: a device needs less only as far as verification can use that space. On a CPU both memories
 are one, and the loop copies nothing.
@@ -10,14 +10,43 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jaxtyping import Array, Float, Key, PyTree
 
-from specjax.types import Params
+from specjax.drafter import Drafter, Wrapper
+from specjax.types import Draft, Keys, Model, Params, Seen, Target, Text
 
 HOST = "pinned_host"
 PLACES = ("host",)
+
+
+@dataclass(frozen=True)
+class Offloaded(Wrapper):
+    """A drafter whose weights wait in host memory; it drafts what the inner one drafts."""
+
+    def params(self, key: Key[Array, ""], model: Model, target_params: Params) -> Params:
+        """The inner drafter's, moved to the host."""
+        return to_host(self.inner.params(key, model, target_params))
+
+    def init(self, params: Params, model: Model, batch: int, capacity: int, dtype: Any) -> PyTree[Array]:
+        return self.inner.init(fetch(params), model, batch, capacity, dtype)
+
+    def observe(self, params: Params, state: PyTree[Array], seen: Seen) -> PyTree[Array]:
+        return self.inner.observe(fetch(params), state, seen)
+
+    def propose(self, keys: Keys, params: Params, state: PyTree[Array], target: Target) -> Draft:
+        return self.inner.propose(keys, fetch(params), state, target)
+
+    def log_probs(self, params: Params, text: Text) -> Float[Array, "B P K V"] | None:
+        return self.inner.log_probs(fetch(params), text)
+
+
+def fetch(params: Params) -> Params:
+    """The weights on the device, for one call. Traced."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device), params)
 
 
 def check(place: str, device: Any = None) -> None:
@@ -40,6 +69,11 @@ def check(place: str, device: Any = None) -> None:
 def to_host(params: Params) -> Params:
     """The same weights in host memory."""
     return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST)), params)
+
+
+def move(drafter: Drafter, params: Params) -> tuple[Drafter, Params]:
+    """A drafter and its weights, which wait on the host from now on; unchanged where there are none."""
+    return (Offloaded(inner=drafter), to_host(params)) if jax.tree.leaves(params) else (drafter, params)
 
 
 def size(params: Params) -> int:

@@ -1,8 +1,8 @@
-"""From logits to a law, and from a law to a token.
+"""From logits to probabilities, and from these to a token.
 
 This is the only place where temperature, top-k, top-p and min-p live. Target, drafter and baseline all
 call `log_probs`, so that they can't disagree about the order of the filters: temperature, then top-k,
-then top-p, then min-p, each on the law that the one before it left.
+then top-p, then min-p, each on the probabilities that the one before it left.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int, Key
 
 from specjax.types import Keys, Sampling
 
-DRAFT, ACCEPT, EXTRA = 0, 1, 2
-"""Roles of a round's random streams. The residual and the bonus share `EXTRA`: a round draws one of them."""
+DRAFT, ACCEPT, BONUS = 0, 1, 2
+"""Roles of a round's random streams. The bonus token comes from the residual or from p: a round draws it once."""
 
 SEEDS = 1 << 32
 
@@ -68,7 +68,7 @@ def fold(keys: Keys, data: int | Int[Array, ""] | Int[Array, "B"]) -> Keys:
 
 
 def log_probs(logits: Float[Array, "B S V"], sampling: Sampling) -> Float[Array, "B S V"]:
-    """The law that is sampled from, as log-probabilities in float32 (-inf for excluded tokens).
+    """What is sampled from: log-probabilities in float32 (-inf for excluded tokens).
 
     NaN logits get probability 0; a row without any finite logit becomes uniform (the caller flags it).
     Ties at a threshold are kept, ties at temperature 0 go to the lowest id.
@@ -94,7 +94,7 @@ def _keep_top(x: Float[Array, "B S V"], sampling: Sampling) -> Float[Array, "B S
     """Top-k, then top-p (the smallest set whose mass reaches `top_p`), on log-weights with maximum 0.
 
     Rows and positions are one dimension here, and the k-th largest is found without indexing: otherwise a
-    TPU lays the ordered laws out with S, padded to 128, as their minor dimension (0.5 GiB for 8 rows of 6).
+    TPU lays the ordered rows out with S, padded to 128, as their minor dimension (0.5 GiB for 8 rows of 6).
     """
     batch, queries, vocab = x.shape
     rows = x.reshape(batch * queries, vocab)
@@ -109,20 +109,20 @@ def _keep_top(x: Float[Array, "B S V"], sampling: Sampling) -> Float[Array, "B S
     return jnp.where(rows >= threshold, rows, -jnp.inf).reshape(x.shape)
 
 
-def draw(keys: Keys, log_law: Float[Array, "B V"]) -> Int[Array, "B"]:
+def draw(keys: Keys, log_p: Float[Array, "B V"]) -> Int[Array, "B"]:
     """One token a row (Gumbel-max, noise of high precision so that rare tokens stay reachable).
 
     A batch of point masses skips the noise: their draw is the same with any.
     """
-    certain = jnp.all(jnp.sum(log_law > -jnp.inf, -1) == 1)
-    return jax.lax.cond(certain, lambda _, law: jnp.argmax(law, -1), _gumbel_max, keys, log_law).astype(jnp.int32)
+    certain = jnp.all(jnp.sum(log_p > -jnp.inf, -1) == 1)
+    return jax.lax.cond(certain, lambda _, log_p: jnp.argmax(log_p, -1), _gumbel_max, keys, log_p).astype(jnp.int32)
 
 
-def _gumbel_max(keys: Keys, log_law: Float[Array, "B V"]) -> Int[Array, "B"]:
-    def one(key: Key[Array, ""], law: Float[Array, "V"]) -> Int[Array, ""]:
-        return jax.random.categorical(key, law, mode="high")
+def _gumbel_max(keys: Keys, log_p: Float[Array, "B V"]) -> Int[Array, "B"]:
+    def one(key: Key[Array, ""], row: Float[Array, "V"]) -> Int[Array, ""]:
+        return jax.random.categorical(key, row, mode="high")
 
-    return jax.vmap(one)(keys, log_law)
+    return jax.vmap(one)(keys, log_p)
 
 
 def uniforms(keys: Keys, count: int) -> Float[Array, "B N"]:

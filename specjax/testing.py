@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from specjax import cache as kv
-from specjax.drafter import Drafter, draft_chain
+from specjax.drafter import Drafter, Wrapper, chain_log_probs, draft_chain, read_prompt
 from specjax.model import Llama, ModelConfig
-from specjax.types import Cache, Draft, Forward, Keys, Model, Params, Target
+from specjax.model.positions import visible_slots, whole_text
+from specjax.types import Cache, Draft, Forward, Keys, Model, Params, Seen, Target, Text
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -39,9 +40,9 @@ def tiny_model(seed: int = 0, sharpness: float = 3.0, **changes: Any) -> tuple[L
 
 @dataclass(frozen=True)
 class TableModel:
-    """A target whose law is a table on the last `order` tokens, read through the cache as a decoder would.
+    """A target whose probabilities are a table on the last `order` tokens, read through the cache as a decoder would.
 
-    Its cache holds token ids, so that a stale or misplaced slot changes the law. `params` is the table
+    Its cache holds token ids, so that a stale or misplaced slot changes them. `params` is the table
     of logits, `[V + 1] * order + [V]`; the extra index V stands for "before the text".
     """
 
@@ -59,46 +60,57 @@ class TableModel:
         """One cache layer."""
         return 1
 
-    def init_cache(self, batch: int, slots: int, dtype: Any) -> Cache:
+    @property
+    def hidden_size(self) -> int:
+        """A hidden state is the context: the last `order` ids."""
+        return self.order
+
+    def init_cache(self, batch: int, capacity: int, dtype: Any) -> Cache:
         """One slot a token, one wide."""
-        return kv.init_cache(1, batch, 1, slots, 1, dtype)
+        return kv.init_cache(1, batch, 1, capacity, 1, dtype)
+
+    def embed(self, params: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+        """The id itself, at the place of the last token of a context."""
+        return jnp.pad(tokens.astype(jnp.float32)[..., None], ((0, 0), (0, 0), (self.order - 1, 0)))
 
     def forward(
         self,
         params: Params,
-        tokens: Int[Array, "B S"],
-        cache: Cache,
+        inputs: Int[Array, "B S"] | Float[Array, "B S D"],
+        cache: Cache | None,
         start: Int[Array, "B"],
         *,
-        depth: Int[Array, "S"] | Int[Array, "B S"] | None = None,
-        mask: Bool[Array, "S S"] | Bool[Array, "B S S"] | None = None,
-        num_layers: int | None = None,
+        positions: Int[Array, "B M"] | None = None,
+        mask: Bool[Array, "S M"] | Bool[Array, "B S M"] | None = None,
+        layers: tuple[int, int] | None = None,
         taps: tuple[int, ...] = (),
+        documents: Int[Array, "B S"] | None = None,
     ) -> Forward:
         """`hidden` is the context of each query: the last `order` token ids that it sees."""
-        batch, queries = tokens.shape
-        rows = tokens.astype(cache[0][0].dtype)[:, None, :, None]
-        ids = kv.write(cache[0][0], rows, start)
-        if mask is None:  # a chain: query i sees every slot up to its own
-            last = start[:, None, None] + jnp.arange(queries, dtype=jnp.int32)[None, :, None]
-            last = last + jnp.arange(1 - self.order, 1, dtype=jnp.int32)[None, None]
-            last = jnp.minimum(last, ids.shape[2] - 1)
+        ids = inputs if jnp.issubdtype(inputs.dtype, jnp.integer) else inputs[..., -1]
+        first, slots = jnp.zeros_like(start), ids.astype(jnp.float32)
+        if cache is not None:
+            [(written, unused)] = cache.layers
+            written = kv.write(written, ids.astype(written.dtype)[:, None, :, None], start)
+            cache, first, slots = Cache(((written, unused),)), start, written[:, 0, :, 0]
+        steps = jnp.arange(ids.shape[1], dtype=start.dtype)[None]
+        if mask is None and documents is None:  # a chain: query i sees every slot up to its own
+            last = (first[:, None] + steps)[..., None] + jnp.arange(1 - self.order, 1, dtype=start.dtype)[None, None]
+            last = jnp.minimum(last, slots.shape[1] - 1)
+        elif cache is None:
+            last = self._last_seen(whole_text(start, ids.shape[1], documents, None)[1])
         else:
-            last = self._last_seen(ids, start, jnp.broadcast_to(mask, (batch, queries, queries)))
-        flat = jnp.take_along_axis(ids[:, 0, :, 0], jnp.maximum(last, 0).reshape(batch, -1), 1)
-        context = jnp.where(last >= 0, flat.reshape(last.shape), self.size).astype(jnp.float32)
-        return Forward(context, tuple(context for _ in taps), ((ids, cache[0][1]),))
+            at = start[:, None] + steps if positions is None else positions
+            last = self._last_seen(visible_slots(cache.capacity, start, ids.shape[1], at, mask, None))
+        found = jnp.take_along_axis(slots, jnp.maximum(last, 0).reshape(len(slots), -1), 1).reshape(last.shape)
+        context = jnp.where(last >= 0, found, self.size).astype(jnp.float32)
+        return Forward(context, tuple(context for _ in taps), cache)
 
-    def _last_seen(
-        self, ids: Float[Array, "B 1 T 1"], start: Int[Array, "B"], mask: Bool[Array, "B S S"]
-    ) -> Int[Array, "B S O"]:
-        queries, slots = mask.shape[1], ids.shape[2]
-        slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
-        offset = slot - start[:, None, None]
-        index = jnp.broadcast_to(jnp.clip(offset, 0, queries - 1), (mask.shape[0], queries, slots))
-        inside = (offset >= 0) & (offset < queries)
-        seen = (offset < 0) | (inside & jnp.take_along_axis(mask, index, 2))
-        return jax.lax.top_k(jnp.where(seen, slot, -1), self.order)[0][..., ::-1]
+    def _last_seen(self, visible: Bool[Array, "B S T"]) -> Int[Array, "B S O"]:
+        """The last `order` slots that each query sees; -1 where there are fewer."""
+        numbered = jnp.where(visible, jnp.arange(visible.shape[2], dtype=jnp.int32)[None, None], -1)
+        padded = jnp.pad(numbered, ((0, 0), (0, 0), (self.order, 0)), constant_values=-1)
+        return jax.lax.top_k(padded, self.order)[0][..., ::-1]
 
     def logits(self, params: Params, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """The table's row for each context."""
@@ -116,20 +128,34 @@ def table_params(laws: np.ndarray) -> Params:
 class Self(Drafter):
     """The target drafts for itself, with a cache of its own: every draft must be accepted."""
 
-    def params(self, key: Key[Array, ""], model: Model, target_params: Params) -> Params:
+    untrained: ClassVar[str] = ""
+
+    def init_params(self, key: Key[Array, ""], model: Model, target_params: Params) -> Params:
         """A copy of the target's weights."""
         return jax.tree.map(jnp.copy, target_params)
 
-    def init(self, params: Params, target: Target) -> PyTree[Array]:
-        """A copy of the target's cache as the prompt left it."""
-        return jax.tree.map(jnp.copy, target.cache)
+    def init(self, params: Params, model: Model, batch: int, capacity: int, dtype: Any) -> PyTree[Array]:
+        """A cache of its own."""
+        return model.init_cache(batch, capacity, dtype)
+
+    def observe(self, params: Params, state: Any, seen: Seen) -> PyTree[Array]:
+        """Read the prompt as the target does."""
+        return read_prompt(seen.target.model, params, state, seen)
+
+    def scratch(self, state: PyTree[Array], length: Int[Array, "B"]) -> PyTree[Bool[Array, "..."]]:
+        """The last two tokens are read again."""
+        return kv.scratch(state, length - 2)
 
     def propose(self, keys: Keys, params: Params, state: Any, target: Target) -> Draft:
-        """A chain drawn from the target's own law."""
+        """A chain drawn from the target's own probabilities."""
         tokens, log_q, cache = draft_chain(
             keys, target, self.num_speculative_tokens, target.model, params, state, reread=2
         )
-        return Draft(tokens, log_q, _full(target, self.num_speculative_tokens), target.cache, cache)
+        return Draft(tokens, log_q, target.cache, cache)
+
+    def log_probs(self, params: Params, text: Text) -> Float[Array, "B P K V"]:
+        """One pass."""
+        return chain_log_probs(text, self.num_speculative_tokens, text.model, params)
 
 
 @dataclass(frozen=True)
@@ -147,7 +173,7 @@ class Oracle(Drafter):
         right = jnp.take_along_axis(params["tokens"], index, 1)
         wrong = (right + 1) % target.model.vocab_size
         tokens = jnp.where(steps == params["accept"][:, None], wrong, right)
-        return Draft(tokens, None, _full(target, self.num_speculative_tokens), target.cache, state)
+        return Draft(tokens, None, target.cache, state)
 
 
 @dataclass(frozen=True)
@@ -162,7 +188,7 @@ class Hostile(Drafter):
         menu = jnp.asarray([self.end_id, 1, vocab, 2, -1, 3, 2**31 - 1], jnp.int32)
         steps = jnp.arange(self.num_speculative_tokens, dtype=jnp.int32)[None]
         tokens = menu[(target.length[:, None] * 3 + steps) % menu.shape[0]]
-        return Draft(tokens, None, _full(target, self.num_speculative_tokens), target.cache, state)
+        return Draft(tokens, None, target.cache, state)
 
 
 @dataclass(frozen=True)
@@ -172,29 +198,18 @@ class Silent(Drafter):
     def propose(self, keys: Keys, params: Params, state: PyTree[Array], target: Target) -> Draft:
         """Zeros that don't count."""
         tokens = jnp.zeros((target.length.shape[0], self.num_speculative_tokens), jnp.int32)
-        return Draft(tokens, None, _full(target, 0), target.cache, state)
+        return Draft(tokens, None, target.cache, state, jnp.zeros_like(target.length))
 
 
 @dataclass(frozen=True)
-class Poison(Drafter):
+class Poison(Wrapper):
     """Runs another drafter after filling everything stale with garbage: nothing may change."""
-
-    inner: Drafter = dataclasses.field(default_factory=Silent)
-
-    def params(self, key: Key[Array, ""], model: Model, target_params: Params) -> Params:
-        """The inner drafter's."""
-        return self.inner.params(key, model, target_params)
-
-    def init(self, params: Params, target: Target) -> PyTree[Array]:
-        """The inner drafter's."""
-        return self.inner.init(params, target)
 
     def propose(self, keys: Keys, params: Params, state: PyTree[Array], target: Target) -> Draft:
         """The inner drafter's proposal, given garbage beyond the committed text."""
-        slots = target.tokens.shape[1]
-        slot = jnp.arange(slots, dtype=jnp.int32)[None]
-        stale = (slot >= target.length[:, None] - 1)[:, None, :, None]
-        cache = jax.tree.map(lambda leaf: jnp.where(stale, jnp.asarray(1e4, leaf.dtype), leaf), target.cache)
+        stale = kv.scratch(target.cache, target.length - 1)
+        cache = jax.tree.map(lambda leaf, bad: jnp.where(bad, jnp.asarray(1e4, leaf.dtype), leaf), target.cache, stale)
+        slot = jnp.arange(target.tokens.shape[1], dtype=jnp.int32)[None]
         tokens = jnp.where(slot < target.length[:, None], target.tokens, 7)
         return self.inner.propose(keys, params, state, dataclasses.replace(target, cache=cache, tokens=tokens))
 
@@ -215,8 +230,4 @@ class Tree(Drafter):
         draw = functools.partial(jax.random.randint, shape=(nodes,), minval=0, maxval=vocab, dtype=jnp.int32)
         log_q = jnp.full((target.length.shape[0], nodes, vocab), -np.log(vocab), jnp.float32)
         parents = jnp.asarray(self.parents, jnp.int32)
-        return Draft(jax.vmap(draw)(keys), log_q, _full(target, nodes), target.cache, state, parents)
-
-
-def _full(target: Target, count: int) -> Int[Array, "B"]:
-    return jnp.full(target.length.shape, count, jnp.int32)
+        return Draft(jax.vmap(draw)(keys), log_q, target.cache, state, parents=parents)

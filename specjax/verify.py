@@ -11,7 +11,7 @@ long as each `log_q` row is the law its node was really drawn from, given its el
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
@@ -44,6 +44,9 @@ class Token:
     """Exact token-level verification. Strict, no division, no epsilon: p(x) = 0 is never accepted."""
 
     point_mass: ClassVar[bool] = False
+
+    def verify(self, keys: Keys, log_p: Float[Array, "B M V"], draft: Draft, live: Bool[Array, "B N"]) -> Verdict:
+        return verify(self, keys, log_p, draft, live)
 
     def accepts(
         self, u: Float[Array, "B"], p: Float[Array, "B"], q: Float[Array, "B"], law: Float[Array, "B V"]
@@ -165,16 +168,14 @@ def walk(
     if nodes > 0:  # not a Python loop: unrolled, each node is fused with all before it and compiled ever more slowly
         carry = jax.lax.fori_loop(0, nodes, test_node, carry)
     _, law, path, accepted, tested, overlap = carry
-    return Verdict(path, accepted, law, tested, overlap)
+    return Verdict(path, accepted, law, tested, overlap, jnp.zeros((batch,), jnp.int32))
 
 
-def verify(
-    rule: Rule, keys: Keys, log_p: Float[Array, "B M V"], draft: Draft, live: Bool[Array, "B N"]
-) -> tuple[Verdict, Int[Array, "B"]]:
-    """The random part around `walk`: uniforms for the tests, and a draw of the further token."""
+def verify(rule: Rule, keys: Keys, log_p: Float[Array, "B M V"], draft: Draft, live: Bool[Array, "B N"]) -> Verdict:
+    """The random part around `walk`: uniforms for the tests, and a draw of the bonus token."""
     u = sampling.uniforms(sampling.fold(keys, sampling.ACCEPT), draft.tokens.shape[1])
     verdict = walk(rule, log_p, draft, live, u)
-    return verdict, sampling.draw(sampling.fold(keys, sampling.EXTRA), jnp.log(verdict.law))
+    return replace(verdict, bonus=sampling.draw(sampling.fold(keys, sampling.BONUS), jnp.log(verdict.probs)))
 
 
 def parents_of(draft: Draft) -> Int[Array, "B N"]:

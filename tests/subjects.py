@@ -6,15 +6,18 @@ float64, no cache. Decoding is right where it agrees with it.
 
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from specjax import cache as kv
 from specjax import decode, drafter, sampling, testing
-from specjax.drafter import Drafter
-from specjax.types import Draft
+from specjax.drafter import Drafter, Wrapper
+from specjax.types import Draft, Prompts
 
 CAPACITY, BATCH, LONGEST = 64, 3, 33
 
@@ -84,22 +87,25 @@ def greedy_texts(model, params):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tampered(Drafter):
+class Tampered(Wrapper):
     """Runs `inner`, spoils its draft at position `accept[b]`, and may fill every stale slot with 1e4.
 
     `params` is `{"inner", "accept": [B], "poison": [B]}`; `accept >= K` spoils nothing.
     """
 
-    inner: Drafter = dataclasses.field(default_factory=testing.Silent)
+    def init(self, params, model, batch, capacity, dtype):
+        return self.inner.init(params["inner"], model, batch, capacity, dtype)
 
-    def init(self, params, target):
-        return self.inner.init(params["inner"], target)
+    def observe(self, params, state, seen):
+        return self.inner.observe(params["inner"], state, seen)
 
     def propose(self, keys, params, state, target):
         slot = jnp.arange(target.tokens.shape[1], dtype=jnp.int32)[None]
-        stale = params["poison"][:, None] & (slot >= target.length[:, None] - 1)
+        poison = params["poison"][:, None, None, None]
         cache = jax.tree.map(
-            lambda leaf: jnp.where(stale[:, None, :, None], jnp.asarray(1e4, leaf.dtype), leaf), target.cache
+            lambda leaf, bad: jnp.where(poison & bad, jnp.asarray(1e4, leaf.dtype), leaf),
+            target.cache,
+            kv.scratch(target.cache, target.length - 1),
         )
         ahead = params["poison"][:, None] & (slot >= target.length[:, None])
         tokens = jnp.where(ahead, 7, target.tokens)
@@ -126,9 +132,10 @@ class Scripted(Drafter):
         ]
         flicker = jnp.where(target.length % 2 == 0, k, 0)
         tokens = jnp.stack([draft.tokens for draft in drafts] + [drafts[0].tokens])
-        counts = jnp.stack([draft.count for draft in drafts] + [flicker])
+        full = jnp.full(target.length.shape, k, jnp.int32)
+        counts = jnp.stack([full if draft.count is None else draft.count for draft in drafts] + [flicker])
         row = jnp.arange(target.length.shape[0])
-        return Draft(tokens[params["kind"], row], None, counts[params["kind"], row], target.cache, state)
+        return Draft(tokens[params["kind"], row], None, target.cache, state, counts[params["kind"], row])
 
 
 def drafters(k):
@@ -148,22 +155,35 @@ NAMES = ("ngram", "early-exit", "external", "fp8-shared", "fp8-own")
 # The same Python functions as in `decode`, compiled without LLVM's optimisations: twice as fast to compile, and these
 # tests need many programs. tests/test_contract.py runs the programs as shipped.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-_read = jax.jit(decode.read.__wrapped__, static_argnames=("model", "cache_dtype", "taps"), compiler_options=QUICK)
-_begin, _run, _step = (
-    jax.jit(function.__wrapped__, static_argnames=("program",), donate_argnames=("state",), compiler_options=QUICK)
-    for function in (decode.begin, decode.run, decode.step)
-)
+
+
+def parameters(function):
+    return inspect.signature(function.__wrapped__).parameters
+
+
+SHIPPED = {
+    name: getattr(decode, name) for name in ("empty", "read_chunk", "observe_chunk", "first_token", "run", "step")
+}
+QUICKLY = {
+    name: jax.jit(
+        function.__wrapped__,
+        static_argnames=[key for key in ("program", "model", "cache_dtype", "taps") if key in parameters(function)],
+        donate_argnames=[key for key in ("state", "cache") if key in parameters(function)],
+        compiler_options=QUICK,
+    )
+    for name, function in SHIPPED.items()
+}
 
 
 def compile_quickly(monkeypatch):
-    """Let `Engine` use the quickly compiled functions."""
-    for name, function in (("read", _read), ("begin", _begin), ("run", _run), ("step", _step)):
+    """Let `decode` use the quickly compiled functions."""
+    for name, function in QUICKLY.items():
         monkeypatch.setattr(decode, name, function)
 
 
 def compilations():
     """How many programs each of the quickly compiled functions has."""
-    return [function._cache_size() for function in (_read, _begin, _run, _step)]
+    return [function._cache_size() for function in QUICKLY.values()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +204,7 @@ def run_rows(
         model, params, drafter, drafter_params, prompts, new, temperature=temperature, seed=seed, rows=rows,
         end_ids=end_ids, capacity=capacity, sampler=sampler,
     )  # fmt: skip
-    state = _run(decode.Program(model, drafter), params, drafter_params, state)
+    state = QUICKLY["run"](decode.Program(model, drafter), params, drafter_params, state)
     return collect(state, prompts)
 
 
@@ -200,23 +220,25 @@ def start_rows(
     length = np.asarray([len(prompt) for prompt in prompts], np.int32)
     ends = np.full((8,), -1, np.int32)
     ends[: len(end_ids)] = list(end_ids)
-    state = _read(
-        model, params, jnp.asarray(tokens), jnp.asarray(length),
+    batch = Prompts(
+        jnp.asarray(tokens),
+        jnp.asarray(length),
         jnp.asarray(length + np.broadcast_to(np.asarray(new, np.int32), (batch,))),
-        sampling.row_keys(seed, range(batch) if rows is None else rows), jnp.asarray(ends),
-        sampler or sampling.make_sampling(batch, temperature), jnp.dtype(jnp.float32), drafter.hidden_layers,
-    )  # fmt: skip
-    return _begin(decode.Program(model, one_token(drafter)), params, drafter_params, state)
+        sampling.row_keys(seed, range(batch) if rows is None else rows),
+        jnp.asarray(ends),
+        sampler or sampling.make_sampling(batch, temperature),
+    )
+    program = decode.Program(model, one_token(drafter))  # what it holds after the prompt does not depend on K
+    with pytest.MonkeyPatch.context() as patch:
+        compile_quickly(patch)
+        return decode.start(program, params, drafter_params, batch, jnp.dtype(jnp.float32), int(length.max()))
 
 
 def one_token(drafter):
-    """The same drafter with K = 1: what it holds after the prompt does not depend on K."""
-    if drafter.num_speculative_tokens == 0:
-        return drafter
-    changes: dict[str, Any] = {"num_speculative_tokens": 1}
+    """The same drafter with K = 1."""
     if isinstance(drafter, Tampered):
-        changes["inner"] = one_token(drafter.inner)
-    return dataclasses.replace(drafter, **changes)
+        return dataclasses.replace(drafter, inner=one_token(drafter.inner))
+    return dataclasses.replace(drafter, num_speculative_tokens=1) if drafter.num_speculative_tokens else drafter
 
 
 def collect(state, prompts):
@@ -233,7 +255,7 @@ def collect(state, prompts):
 @functools.cache
 def tampered(name, k):
     """The drafter `name` under `Tampered`, so that one program serves every test of it."""
-    return Tampered(k, drafters(k)[name])
+    return Tampered(inner=drafters(k)[name])
 
 
 def tamper(weights, accept, poison=False, batch=BATCH):
@@ -286,13 +308,16 @@ def check_greedy(batch, rows):
 
 
 def clean_prefill(model, params, tokens, length):
+    """The cache of one pass over the text."""
+    tokens = jnp.asarray(tokens)
     cache = model.init_cache(*tokens.shape, jnp.float32)
-    return jax.jit(lambda p, t, n, c: decode.prefill(model, p, t, n, c)[2])(params, jnp.asarray(tokens), length, cache)
+    forward = jax.jit(lambda p, t, n, c: model.forward(p, t, c, jnp.zeros_like(n)).cache)
+    return forward(params, tokens, jnp.asarray(length), cache)
 
 
 def assert_same_slots(got, want, real):
     """Equal on the first `real[b]` slots."""
-    mask = np.arange(want[0][0].shape[2])[None] < np.asarray(real)[:, None]
+    mask = np.arange(want.capacity)[None] < np.asarray(real)[:, None]
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(
             np.where(mask[:, None, :, None], a, 0), np.where(mask[:, None, :, None], b, 0), rtol=1e-4, atol=3e-4

@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import subjects
 
 from specjax import cache as kv
-from specjax import decode
+from specjax.drafter import Nothing
+from specjax.types import Cache
 
 
 def filled(batch=2, heads=2, slots=8, width=3):
@@ -57,7 +59,7 @@ def test_the_accepted_path_of_a_tree_moves_behind_the_pending_token():
     """Nodes 1 and 3 of four accepted in row 0, none in row 1; the pending token stands at `start`."""
     before = filled()
     start, path = jnp.asarray([2, 3]), jnp.asarray([[1, 3], [-1, -1]])
-    ((keys, values),) = kv.commit_path(((before, before + 1000),), start, path)
+    [(keys, values)] = kv.commit_path(Cache(((before, before + 1000),)), start, path).layers
     np.testing.assert_array_equal(keys[0, :, :3], before[0, :, :3])
     np.testing.assert_array_equal(keys[0, :, 3], before[0, :, 4])  # node 1 stood at start + 1 + 1
     np.testing.assert_array_equal(keys[0, :, 4], before[0, :, 6])  # node 3 at start + 1 + 3
@@ -68,16 +70,15 @@ def test_the_accepted_path_of_a_tree_moves_behind_the_pending_token():
 @pytest.mark.parametrize("start", [5, 6, 7])
 def test_a_commit_at_the_end_of_the_cache_leaves_committed_slots_alone(start):
     before = filled()
-    ((keys, _),) = kv.commit_path(((before, before),), jnp.full(2, start), jnp.asarray([[0, 1, 2], [2, -1, -1]]))
+    path = jnp.asarray([[0, 1, 2], [2, -1, -1]])
+    [(keys, _)] = kv.commit_path(Cache(((before, before),)), jnp.full(2, start), path).layers
     np.testing.assert_array_equal(keys[:, :, : start + 1], before[:, :, : start + 1])
 
 
 def test_a_prompt_of_one_token_writes_slot_zero_and_no_other(tiny):
     model, params = tiny
-    cache = model.init_cache(1, 8, jnp.float32)
-    tokens = jnp.zeros((1, 8), jnp.int32).at[0, 0].set(5)
-    _, _, cache = decode.prefill(model, params, tokens, jnp.ones(1, jnp.int32), cache)
-    for leaf in jax.tree.leaves(cache):
+    state = subjects.start_rows(model, params, Nothing(), (), [[5]], 1)
+    for leaf in jax.tree.leaves(state.cache):
         assert (leaf[0, :, 0] != 0).any()
 
 

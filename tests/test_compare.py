@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fixtures_cli import PROMPTS, question_file, tiny_checkpoint  # noqa: F401
 
-from specjax import Nothing, cli, drafter, evaluate, testing, verify
+from specjax import Nothing, cli, evaluate, plugins, testing, verify, weights
 from specjax.cli import compare
 from specjax.cli.errors import Failure
 from specjax.engine import NotFiniteError
@@ -23,7 +23,6 @@ from specjax.evaluate.record import Record
 from specjax.evaluate.result import Result
 from specjax.evaluate.run_folder import RunFolder
 from specjax.evaluate.store import StoreError
-from specjax.evaluate.target import OpenedTarget
 from specjax.types import Counts
 
 NGRAM = "ngram:num_speculative_tokens=2"
@@ -213,7 +212,7 @@ def test_a_folder_of_other_things_is_refused(command, tmp_path, capsys):
 
 
 def test_an_unwritable_folder_is_refused_before_weights_are_read(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(OpenedTarget, "load", None)
+    monkeypatch.setattr(weights.Checkpoint, "load", None)
     (tmp_path / "file").write_text("")
     assert command(tmp_path / "file" / "run") == 2
     message = capsys.readouterr().err
@@ -222,7 +221,7 @@ def test_an_unwritable_folder_is_refused_before_weights_are_read(command, tmp_pa
 
 
 def test_too_little_space_is_refused_before_weights_are_read(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(OpenedTarget, "load", None)
+    monkeypatch.setattr(weights.Checkpoint, "load", None)
     monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
     assert command(tmp_path / "run") == 2
     assert "less than 16 MiB are free" in capsys.readouterr().err
@@ -459,7 +458,10 @@ def test_an_interrupted_comparison_keeps_what_is_done_and_says_so(small, monkeyp
 
 
 def test_a_comparison_is_equal_by_value_however_its_drafters_were_given():
-    text, made = Comparison(drafters=["ngram:prompt_lookup_max=2"]), drafter.load("ngram", {"prompt_lookup_max": "2"})
+    text, made = (
+        Comparison(drafters=["ngram:prompt_lookup_max=2"]),
+        plugins.load_drafter("ngram", {"prompt_lookup_max": "2"}),
+    )
     for drafters in ([made], {"ngram:prompt_lookup_max=2": made}, ["none", made], text.drafters):
         same = Comparison(drafters=drafters)
         assert same == text

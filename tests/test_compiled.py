@@ -70,7 +70,8 @@ def test_a_program_that_keeps_a_copy_of_its_cache_is_caught():
 
     def hoarding(params, state):
         new = decode.decode_round(program, params, own, state)
-        kept = sum(jnp.sum(old[0] * fresh[0][:, :, ::-1]) for old, fresh in zip(state.cache, new.cache, strict=True))
+        pairs = zip(state.cache.layers, new.cache.layers, strict=True)
+        kept = sum(jnp.sum(old[0] * fresh[0][:, :, ::-1]) for old, fresh in pairs)
         return new, kept
 
     found = memory.compiler.read(jax.jit(hoarding, donate_argnums=1).lower(params, state).compile(QUICK))
@@ -94,10 +95,11 @@ def test_another_prompt_temperature_limit_or_seed_compiles_nothing():
     model, params = tiny_model(num_layers=2)
     engine = Engine(model, params, load("early-exit", {"num_speculative_tokens": "2"}))
     engine.generate([[1, 2, 3]], max_new_tokens=4, seed=0)
-    before = [function._cache_size() for function in (decode.read, decode.begin, decode.run)]
+    functions = (decode.empty, decode.read_chunk, decode.observe_chunk, decode.first_token, decode.run)
+    before = [function._cache_size() for function in functions]
     same = Engine(model, params, load("early-exit", {"num_speculative_tokens": "2"}))
     same.generate([[5, 4, 3, 2, 1]], max_new_tokens=9, seed=7, sampler=make_sampling(1, 0.7, top_k=5, top_p=0.9))
-    assert [function._cache_size() for function in (decode.read, decode.begin, decode.run)] == before
+    assert [function._cache_size() for function in functions] == before
 
 
 def test_a_first_round_with_fresh_arrays_and_a_second_with_its_results_share_a_compilation():

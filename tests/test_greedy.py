@@ -19,7 +19,6 @@ from subjects import (
 )  # fmt: skip
 
 from specjax.drafter import Nothing
-from specjax.types import Target
 
 KS = range(1, 9)
 
@@ -93,10 +92,6 @@ def test_a_drafters_own_cache_has_no_hole_and_no_rejected_token_after_partial_ac
     rows = run_rows(model, params, tampered(name, 4), tamper(weights[name], [0, 2, 4]), prompts, [17, 18, 16])
     final = rows.state
     own = subjects.drafters(4)[name]
-    whole = own.whole(weights[name], _target(model, params, final)) if name == "fp8-own" else weights[name]
+    whole = subjects.lay_over(params, weights[name]) if name == "fp8-own" else weights[name]
     clean = clean_prefill(own.model(model), whole, np.asarray(final.tokens), final.length)
     assert_same_slots(final.drafter, clean, final.length - 2)  # the last two are fed again by the next round
-
-
-def _target(model, params, state):
-    return Target(model, params, state.cache, state.tokens, state.length, state.hidden, state.sampling)

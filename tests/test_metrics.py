@@ -9,6 +9,7 @@ import pytest
 
 from specjax import engine, testing
 from specjax.evaluate import metrics
+from specjax.language_model import LanguageModel
 from specjax.types import Counts
 
 
@@ -152,7 +153,9 @@ def test_the_histogram_counts_rounds_by_what_they_emitted_and_the_summary_prints
 def decode():
     """Decode two prompts with a drafter that is always right, on a target that compiles fast."""
     laws = np.random.default_rng(0).dirichlet(np.ones(7), 8)
-    perfect = engine.Engine(testing.TableModel(7, order=1), testing.table_params(laws), testing.Self(3))
+    perfect = engine.Engine(
+        LanguageModel.of(testing.TableModel(7, order=1), testing.table_params(laws)), testing.Self(3)
+    )
     return lambda budget: perfect.generate([[1, 2, 3], [4]], max_new_tokens=budget, seed=0)
 
 

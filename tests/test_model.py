@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -60,9 +61,9 @@ def tokens(length=LENGTH, vocab=97, seed=0):
 QUICK = {"xla_backend_optimization_level": 0}  # most of these programs run once: compiling is what they cost
 
 
-@functools.partial(jax.jit, static_argnames=("model", "num_layers", "taps"), compiler_options=QUICK)
-def run(model, params, ids, cache, start, depth=None, mask=None, num_layers=None, taps=()):
-    out = model.forward(params, ids, cache, start, depth=depth, mask=mask, num_layers=num_layers, taps=taps)
+@functools.partial(jax.jit, static_argnames=("model", "layers", "taps"), compiler_options=QUICK)
+def run(model, params, ids, cache, start, positions=None, mask=None, layers=None, taps=()):
+    out = model.forward(params, ids, cache, start, positions=positions, mask=mask, layers=layers, taps=taps)
     return model.logits(params, out.hidden), out.hidden, out.taps, out.cache
 
 
@@ -95,7 +96,7 @@ def test_running_some_layers_equals_transformers_hidden_states(tmp_path):
     with torch.no_grad():
         states = theirs(torch.tensor(tokens()), output_hidden_states=True).hidden_states
     for count in (0, 1, 2):  # transformers' last entry has gone through the final norm
-        _, hidden, _, _ = whole(model, params, tokens(), num_layers=count)
+        _, hidden, _, _ = whole(model, params, tokens(), layers=(0, count))
         np.testing.assert_allclose(hidden, states[count].numpy(), atol=1e-5)
     _, _, taps, _ = whole(model, params, tokens(), taps=(2, 1))
     assert len(taps) == 2
@@ -105,9 +106,9 @@ def test_running_some_layers_equals_transformers_hidden_states(tmp_path):
 
 def test_layers_that_do_not_run_leave_their_cache_alone(small):
     model, params = small
-    _, _, _, cache = whole(model, params, tokens(), num_layers=1)
-    assert all(np.asarray(part).any() for part in cache[0])
-    assert not any(np.asarray(part).any() for part in cache[1])
+    _, _, _, cache = whole(model, params, tokens(), layers=(0, 1))
+    assert all(np.asarray(part).any() for part in cache.layers[0])
+    assert not any(np.asarray(part).any() for part in cache.layers[1])
 
 
 @pytest.fixture(scope="module", params=[None, 5], ids=["full attention", "window 5"])
@@ -162,14 +163,85 @@ def test_each_path_of_a_tree_equals_the_same_path_fed_as_a_chain(small, parents,
     depth = jnp.array([len(path) - 1 for path in paths], jnp.int32)
     mask = jnp.array([[column in path for column in range(count)] for path in paths])
     if mask_rank == 3:
-        mask, depth = jnp.stack([mask] * BATCH), jnp.stack([depth] * BATCH)
+        mask = jnp.stack([mask] * BATCH)
+    positions = start[:, None] + depth[None]
     _, _, _, cache = whole(model, params, prefix)
-    logits, _, _, _ = run(model, params, jnp.asarray(nodes), cache, start, depth=depth, mask=mask)
+    logits, _, _, _ = run(model, params, jnp.asarray(nodes), cache, start, positions=positions, mask=mask)
     for node, path in enumerate(paths):
         padded = np.zeros((BATCH, count), np.int32)
         padded[:, : len(path)] = nodes[:, path]
         chain, _, _, _ = run(model, params, jnp.asarray(padded), cache, start)
         np.testing.assert_allclose(logits[:, node], chain[:, len(path) - 1], atol=1e-5)
+
+
+@pytest.mark.parametrize("levels", [(1, 2, 3), (2, 2, 2), (1, 1, 1, 1, 1, 1)])
+def test_a_tree_grown_level_by_level_on_the_cache_equals_the_tree_in_one_pass(small, levels):
+    """As a drafter grows it: each level is a pass of its own, and sees its ancestors only, not their neighbours."""
+    model, params = small
+    start, prefix = jnp.array([3, 8], jnp.int32), tokens(8)
+    nodes = tokens(sum(levels), seed=1)
+    bounds = np.cumsum((0, *levels))
+    depth = np.repeat(np.arange(len(levels)), levels)
+    parent = [-1 if d == 0 else int(bounds[d - 1] + i % levels[d - 1]) for i, d in enumerate(depth)]
+    above = np.eye(len(parent), dtype=bool)
+    for node, up in enumerate(parent):
+        above[node] |= above[up] if up >= 0 else False
+    positions = start[:, None] + jnp.asarray(depth, jnp.int32)[None]
+    _, _, _, cache = whole(model, params, prefix)
+    expected, _, _, _ = run(
+        model, params, jnp.asarray(nodes), cache, start, positions=positions, mask=jnp.asarray(above)
+    )
+    for low, high in itertools.pairwise(bounds):
+        logits, _, _, cache = run(
+            model, params, jnp.asarray(nodes[:, low:high]), cache, start + low, positions=positions[:, :high],
+            mask=jnp.asarray(above[low:high, :high]),
+        )  # fmt: skip
+        np.testing.assert_allclose(logits, expected[:, low:high], atol=1e-5)
+    sibling_seen, _, _, _ = run(model, params, jnp.asarray(nodes[:, -1:]), cache, start + len(parent) - 1)
+    assert len(levels) == 6 or np.abs(sibling_seen - expected[:, -1:]).max() > 1e-2  # the comparison can fail
+
+
+def test_a_pass_without_a_cache_equals_one_with_it_and_has_a_gradient(small):
+    model, params = small
+    ids, start = jnp.asarray(tokens()), jnp.zeros(BATCH, jnp.int32)
+    expected, hidden, taps, _ = whole(model, params, tokens(), taps=(1,))
+    out = model.forward(params, ids, None, start, taps=(1,))
+    np.testing.assert_allclose(out.hidden, hidden, atol=1e-5)
+    np.testing.assert_allclose(out.taps[0], taps[0], atol=1e-5)
+    assert out.cache is None
+
+    def loss(params):
+        return -jnp.mean(
+            jax.nn.log_softmax(model.logits(params, model.forward(params, ids, None, start).hidden))[..., 3]
+        )
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    direction = jax.tree.map(lambda leaf: jnp.sin(jnp.arange(leaf.size, dtype=jnp.float32)).reshape(leaf.shape), params)
+    slope = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True))
+    moved = [loss(jax.tree.map(lambda a, b: a + sign * 1e-3 * b, params, direction)) for sign in (1, -1)]  # noqa: B023
+    assert float(slope) == pytest.approx(float(moved[0] - moved[1]) / 2e-3, rel=0.02)
+    assert np.isfinite(value)
+
+
+def test_documents_in_one_row_know_nothing_of_each_other(small):
+    model, params = small
+    first, second = tokens(5), tokens(7, seed=1)
+    row = jnp.asarray(np.concatenate([first, second], 1))
+    documents = jnp.asarray(np.repeat([[4, 9]] * BATCH, [5, 7], axis=1))
+    start = jnp.zeros(BATCH, jnp.int32)
+    packed = model.forward(params, row, None, start, documents=documents).hidden
+    for alone, part in ((first, packed[:, :5]), (second, packed[:, 5:])):
+        np.testing.assert_allclose(part, model.forward(params, jnp.asarray(alone), None, start).hidden, atol=1e-5)
+
+
+def test_embeddings_stand_in_for_tokens_and_a_stack_of_layers_goes_on_where_another_ended(small):
+    model, params = small
+    ids, start = jnp.asarray(tokens()), jnp.zeros(BATCH, jnp.int32)
+    whole_pass = model.forward(params, ids, None, start).hidden
+    embedded = model.forward(params, model.embed(params, ids), None, start).hidden
+    np.testing.assert_array_equal(embedded, whole_pass)
+    below = model.forward(params, ids, None, start, layers=(0, 1)).hidden
+    np.testing.assert_allclose(model.forward(params, below, None, start, layers=(1, 2)).hidden, whole_pass, atol=1e-6)
 
 
 def test_padding_of_the_embedding_has_no_logits(small):

@@ -9,7 +9,7 @@ import pytest
 import subjects
 from subjects import CAPACITY, run_rows
 
-from specjax import decode, testing
+from specjax import testing
 from specjax.drafter import Drafter
 from specjax.types import Draft
 
@@ -26,8 +26,28 @@ class TreeOracle(Drafter):
     taps: tuple[int, ...] = ()
 
     @property
-    def hidden_layers(self):
+    def tapped_layers(self):
         return self.taps
+
+    def init(self, params, model, batch, capacity, dtype):
+        return {
+            "tokens": jnp.full((batch, capacity), -1, jnp.int32),
+            "hidden": tuple(jnp.zeros((batch, 1, capacity, model.hidden_size), dtype) for _ in self.taps),
+        }
+
+    def observe(self, params, state, seen):
+        """Everything that was shown, where it belongs; what is not real must not be."""
+        steps = jnp.arange(seen.tokens.shape[1], dtype=jnp.int32)[None]
+        real = steps < seen.count[:, None]
+        index = jnp.where(real, seen.start[:, None] + steps, state["tokens"].shape[1])
+        row = jnp.arange(len(seen.tokens), dtype=jnp.int32)[:, None]
+        return {
+            "tokens": state["tokens"].at[row, index].set(seen.tokens, mode="drop"),
+            "hidden": tuple(
+                slots.at[row, 0, index].set(new, mode="drop")
+                for slots, new in zip(state["hidden"], seen.hidden, strict=True)
+            ),
+        }
 
     def propose(self, keys, params, state, target):
         rows, nodes = params["right"].shape
@@ -40,8 +60,7 @@ class TreeOracle(Drafter):
         text = jnp.take_along_axis(params["tokens"], index, 1)
         wrong = (text + 1 + jnp.arange(nodes, dtype=jnp.int32)[None]) % target.model.vocab_size
         tokens = jnp.where(params["right"], text, wrong)
-        count = jnp.full((rows,), nodes, jnp.int32)
-        return Draft(tokens, None, count, target.cache, state, params["parents"], self.depth)
+        return Draft(tokens, None, target.cache, state, parents=params["parents"], depth=self.depth)
 
 
 def script(texts, parents, right):
@@ -72,17 +91,20 @@ def test_the_accepted_branch_is_emitted_whichever_it_is(finished):
     assert rows.counts[2]["accepted"].tolist() == [1] * 9 + [0]
 
 
-def test_cache_and_hidden_states_along_the_accepted_branch_equal_a_clean_prefill(finished, tiny):
+def test_the_cache_and_what_was_observed_along_the_accepted_branch_equal_a_clean_pass(finished, tiny):
     model, params = tiny
     _, rows = finished
-    state = rows.state
+    state, seen = rows.state, rows.state.drafter
     cache = model.init_cache(3, CAPACITY, jnp.float32)
-    clean = jax.jit(lambda t, n, c: decode.prefill(model, params, t, n, c, (1, 3)))
-    _, hidden, cache = clean(state.tokens, state.length, cache)
-    real = (np.arange(CAPACITY)[None] < np.asarray(state.length)[:, None] - 1)[:, None, :, None]
-    for got, want in zip(jax.tree.leaves((state.cache, state.hidden)), jax.tree.leaves((cache, hidden)), strict=True):
-        np.testing.assert_allclose(np.where(real, got, 0), np.where(real, want, 0), rtol=1e-4, atol=2e-4)
-    assert len(state.hidden) == 2
+    clean = jax.jit(lambda t, c: model.forward(params, t, c, jnp.zeros(3, jnp.int32), taps=(1, 3)))
+    out = clean(state.tokens, cache)
+    committed = np.arange(CAPACITY)[None] < np.asarray(state.length)[:, None] - 1
+    np.testing.assert_array_equal(seen["tokens"], np.where(committed, state.tokens, -1))  # all of it, and nothing else
+    real = committed[:, None, :, None]
+    want = jax.tree.leaves((out.cache, tuple(tap[:, None] for tap in out.taps)))
+    for got, expected in zip(jax.tree.leaves((state.cache, seen["hidden"])), want, strict=True):
+        np.testing.assert_allclose(np.where(real, got, 0), np.where(real, expected, 0), rtol=1e-4, atol=2e-4)
+    assert len(seen["hidden"]) == 2
 
 
 def test_each_row_may_have_a_tree_of_its_own(tiny, greedy_texts):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 
-from specjax import drafter
+from specjax import plugins
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,11 +13,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """One line a drafter, and one with its settings."""
-    for name, text in drafter.available().items():
-        kind = drafter.load(name)
-        settings = [f"{field.name}={getattr(kind, field.name)!r}" for field in dataclasses.fields(kind)]
+    for name, text in plugins.available().items():
         print(f"{name:12} {text}")
         if name != "none":
-            print(f"{'':12}   {', '.join(settings)}")
-    print("\nor a file of your own: --drafter ./file.py:Class")
+            settings = plugins.settings_of(name).items()
+            print(f"{'':12}   {', '.join(f'{field}={value!r}' for field, value in settings)}")
+    print("\nor a file of your own: --drafter ./file.py:Class, or the folder of a trained one: --drafter ./folder")
+    print("settings go behind: --drafter ngram:prompt_lookup_max=2,num_speculative_tokens=5")
     return 0

@@ -13,11 +13,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from specjax import plugins
 from specjax.cli import options, table
 from specjax.cli.errors import Failure, refusing
 from specjax.evaluate.answer import Answer
-from specjax.evaluate.comparison import load_rule
-from specjax.evaluate.target import open_target
+from specjax.language_model import load_target
 
 DRAFTER = "ngram"
 
@@ -55,10 +55,10 @@ def run(args: argparse.Namespace) -> int:
 def _prepare(args: argparse.Namespace) -> Answer:
     [drafter] = options.load_drafters([args.drafter], args.settings).values()
     return Answer.prepare(
-        open_target(args.target, args.dtype),
+        load_target(args.target, dtype=args.dtype),
         drafter,
         sys.stdin.read() if args.prompt == "-" else args.prompt,
-        rule=load_rule(args.rule),
+        rule=plugins.load_rule(args.rule),
         max_new_tokens=args.max_new_tokens,
         seed=args.seed,
         sampling={name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")},

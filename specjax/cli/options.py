@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
-from specjax import drafter, sampling, verify
+from specjax import plugins, sampling, verify
 from specjax.cli.errors import Refusal
-from specjax.drafter import Drafter, Nothing
-from specjax.evaluate.target import DEFAULT_TARGET
+from specjax.drafter import Drafter
+from specjax.evaluate.comparison import DEFAULT_TARGET
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -26,7 +24,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="FIELD=VALUE", dest="settings",
         help="a drafter's setting; `NAME.FIELD=VALUE` for one drafter only. May be repeated",
     )  # fmt: skip
-    parser.add_argument("--rule", choices=tuple(verify.RULES), default="token", help="acceptance rule (default: token)")
+    parser.add_argument(
+        "--rule", default="token", metavar="NAME",
+        help=f"acceptance rule: {', '.join(verify.RULES)}, with settings as NAME:FIELD=VALUE, or ./file.py:Class "
+        "(default: token)",
+    )  # fmt: skip
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0 keeps all (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="keep the smallest set of this mass (default: 1)")
@@ -36,10 +38,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_drafters(specs: Sequence[str], settings: Sequence[str]) -> dict[str, Drafter]:
-    """Build drafters from `NAME[:FIELD=VALUE,...]` and the `--set` options; each is named by its whole text.
+    """Build drafters from their texts (`specjax.plugins`) and the `--set` options; each is named by its whole text.
 
-    NAME may be `./file.py:Class`. A `--set` without a drafter's name goes to every drafter that has the
-    field, `none` aside; what stands behind a drafter's own name comes last.
+    A `--set` without a drafter's name goes to every drafter that has the field, `none` aside; what stands
+    behind a drafter's own name comes last.
 
     Raises:
       ValueError: an unknown drafter, field or value.
@@ -48,25 +50,18 @@ def load_drafters(specs: Sequence[str], settings: Sequence[str]) -> dict[str, Dr
     parsed = [_parse_setting(text) for text in settings]
     used: set[int] = set()
     for spec in specs:
-        name, own = split(spec)
-        fields = [field.name for field in dataclasses.fields(drafter.load(name))]
+        name, _ = plugins.split(spec)
+        known = _fields(name)
         values: dict[str, str] = {}
         for index, (owner, field, value) in enumerate(parsed):
-            if owner == name or (owner is None and field in fields and name != "none"):
+            if owner == name or (owner is None and field in known):
                 values[field] = value
                 used.add(index)
-        values |= {field: value for _, field, value in map(_parse_setting, own)}
-        drafters[spec] = drafter.load(name, values)
+        drafters[spec] = plugins.load_drafter(spec, values)
     for index, (owner, field, _) in enumerate(parsed):
         if index not in used:
-            _refuse_setting(owner, field, specs)
+            _refuse_setting(owner, field, [plugins.split(spec)[0] for spec in specs])
     return drafters
-
-
-def split(spec: str) -> tuple[str, list[str]]:
-    """`ngram:prompt_lookup_max=4` is the drafter `ngram` and its settings."""
-    name, _, settings = spec.rpartition(":")
-    return (name, settings.split(",")) if name and "=" in settings else (spec, [])
 
 
 def positive(text: str) -> int:
@@ -98,14 +93,13 @@ def _parse_setting(text: str) -> tuple[str | None, str, str]:
     return (owner if dot else None), field, value
 
 
-def _refuse_setting(owner: str | None, field: str, specs: Sequence[str]) -> Any:
-    names = [split(spec)[0] for spec in specs]
+def _fields(name: str) -> set[str]:
+    """What `--set` reaches without a drafter's name."""
+    return set() if name == "none" else set(plugins.settings_of(name))
+
+
+def _refuse_setting(owner: str | None, field: str, names: Sequence[str]) -> None:
     if owner is not None:
         raise Refusal(f"--set {owner}.{field}=...: {owner!r} is not among the drafters of this run: {', '.join(names)}")
-    known = {
-        field.name
-        for name in names
-        if not isinstance(built := drafter.load(name), Nothing)
-        for field in dataclasses.fields(built)
-    }
-    raise Refusal(f"--set {field}=...: no drafter of this run has this field; theirs are {', '.join(sorted(known))}")
+    known = sorted(set().union(*map(_fields, names)))
+    raise Refusal(f"--set {field}=...: no drafter of this run has this field; theirs are {', '.join(known)}")

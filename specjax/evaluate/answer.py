@@ -12,19 +12,19 @@ import jax
 
 from specjax import decode, verify
 from specjax.drafter import Drafter
-from specjax.engine import Engine, Generation, NotFiniteError, capacity_for
+from specjax.engine import Engine, Generation, LanguageModel, NotFiniteError, capacity_for
 from specjax.evaluate import measure
-from specjax.evaluate.preparation import SMALLEST_CAPACITY, check_drafter
+from specjax.evaluate.preparation import SMALLEST_CAPACITY
 from specjax.evaluate.record import Record
 from specjax.evaluate.rows import Contender, make_rows
-from specjax.evaluate.target import OpenedTarget
+from specjax.sampling import make_sampling
 
 
 @dataclass
 class Answer:
     """An answer under way. `rounds` decodes it; what it was worth can be asked at any time after."""
 
-    target: OpenedTarget
+    target: LanguageModel
     engine: Engine
     batch: measure.Batch
     shared: measure.Options
@@ -34,7 +34,7 @@ class Answer:
     @classmethod
     def prepare(
         cls,
-        target: OpenedTarget,
+        target: LanguageModel,
         drafter: Drafter,
         prompt: str,
         *,
@@ -56,8 +56,8 @@ class Answer:
         """
         if not prompt.strip():
             raise ValueError("the prompt is empty: give it some text")
-        measure.make_sampling(1, **sampling)
-        check_drafter(drafter, target)
+        make_sampling(1, **sampling)
+        target.check(drafter)
         tokens, context = target.encode(prompt, system, raw=raw), target.model.context_length
         if len(tokens) + max_new_tokens > context:
             raise ValueError(
@@ -66,8 +66,8 @@ class Answer:
             )
         needed = max(len(tokens) + max_new_tokens, drafter.num_speculative_tokens + 1)
         capacity = min(max(SMALLEST_CAPACITY, capacity_for(needed)), context)
-        engine = measure.make_engine(target, target.load(), drafter, rule)
-        shared = measure.Options(max_new_tokens, seed, target.tokenizer.end_ids, sampling)
+        engine = measure.make_engine(target, drafter, rule)
+        shared = measure.Options(max_new_tokens, seed, target.end_ids, sampling)
         return cls(target, engine, measure.Batch([tokens], [0], capacity, 1), shared)
 
     def compile(self) -> float:
@@ -82,6 +82,7 @@ class Answer:
         begin = time.perf_counter()
         state = self.state = jax.block_until_ready(measure.start(self.engine, self.batch, self.shared))
         prefilled = time.perf_counter()
+        assert self.target.tokenizer is not None  # it made the prompt's ids
         stream, seen = self.target.tokenizer.stream(), len(self.batch.prompts[0])
         while True:
             tokens, length, done = jax.device_get((state.tokens[0], state.length[0], state.done[0]))
@@ -115,7 +116,7 @@ class Answer:
             tokens=generation.tokens, text="", counts=generation.counts,
         )  # fmt: skip
         title = (
-            f"{self.target.checkpoint.name}, {self.target.dtype}: {len(prompt)} prompt tokens in "
+            f"{self.target.name}, {self.target.dtype}: {len(prompt)} prompt tokens in "
             f"{record.prefill_s:.2f} s, {len(generation.tokens)} new ones, finish: {generation.finish}"
         )
         [row] = make_rows({name: contender}, [record], greedy=False)

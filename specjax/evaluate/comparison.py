@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specjax import drafter as loading
-from specjax import verify
+from specjax import plugins, verify
 from specjax.drafter import Drafter, Nothing
 from specjax.evaluate.rows import BASELINE
-from specjax.evaluate.target import DEFAULT_TARGET, OpenedTarget
+from specjax.language_model import LanguageModel
 
+DEFAULT_TARGET = "smollm2-135m"
 DRAFTERS = ("ngram", "early-exit", "fp8", "external")
 LEAST = {"limit": 1, "max_new_tokens": 0, "batch_size": 1, "seed": 0}
 
@@ -34,7 +34,7 @@ class Comparison:
       offload: `host` keeps the drafters' weights in host memory between drafts.
     """
 
-    target: str | OpenedTarget = DEFAULT_TARGET
+    target: str | LanguageModel = DEFAULT_TARGET
     drafters: Drafters = DRAFTERS
     rule: verify.Rule | str = "token"
     prompts: str | Sequence[str] | None = None
@@ -59,7 +59,8 @@ class Comparison:
                 raise ValueError(f"{name}={value}: must be at least {least}")
         if self.all and self.limit is not None:
             raise ValueError(f"limit={self.limit} and all=True: give one of them")
-        values: dict[str, Any] = {"drafters": tuple(_named(self.drafters).items()), "rule": load_rule(self.rule)}
+        rule = plugins.load_rule(self.rule) if isinstance(self.rule, str) else self.rule
+        values: dict[str, Any] = {"drafters": tuple(_named(self.drafters).items()), "rule": rule}
         values["categories"] = tuple(self.categories)
         if self.prompts is not None and not isinstance(self.prompts, str):
             values["prompts"] = tuple(self.prompts)
@@ -91,30 +92,12 @@ def name_of(drafter: Drafter) -> str:
     return f"{name}:{settings}" if settings else name
 
 
-def load_drafter(spec: str) -> Drafter:
-    """`ngram`, `ngram:prompt_lookup_max=4`, `./file.py:Class`, `./file.py:Class:FIELD=VALUE,...`."""
-    name, _, settings = spec.rpartition(":")
-    if not name or "=" not in settings:
-        return loading.load(spec)
-    pairs = [setting.partition("=") for setting in settings.split(",")]
-    return loading.load(name, {field: value for field, _, value in pairs})
-
-
-def load_rule(rule: verify.Rule | str) -> verify.Rule:
-    """A rule, or the one of that name."""
-    if not isinstance(rule, str):
-        return rule
-    if rule not in verify.RULES:
-        raise ValueError(f"unknown rule {rule!r}: choose from {', '.join(verify.RULES)}")
-    return verify.RULES[rule]()
-
-
 def _named(drafters: Drafters) -> dict[str, Drafter]:
     found: dict[str, Drafter] = {BASELINE: Nothing()}
     for entry in drafters.items() if isinstance(drafters, Mapping) else drafters:
         if isinstance(entry, Drafter):
             entry = name_of(entry), entry
-        name, drafter = (entry, load_drafter(entry)) if isinstance(entry, str) else entry
+        name, drafter = (entry, plugins.load_drafter(entry)) if isinstance(entry, str) else entry
         if found.setdefault(name, drafter) != drafter:
             raise ValueError(f"two drafters are named {name!r}: give a mapping, with names of your own")
     return found

@@ -19,18 +19,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode, verify
+from specjax import offload as offloading
 from specjax.drafter import Drafter
-from specjax.engine import Engine, Generation, NotFiniteError
-from specjax.evaluate.target import OpenedTarget
-from specjax.sampling import make_sampling
-from specjax.types import Draft, Model, Params
+from specjax.engine import Engine, Generation, LanguageModel, NotFiniteError
+from specjax.types import Cache, Draft, Model, Params
 
 T = TypeVar("T")
 
 
-def make_engine(target: OpenedTarget, params: Params, drafter: Drafter, rule: verify.Rule, offload: str = "") -> Engine:
-    """An engine for a target whose weights were read."""
-    return Engine(target.model, params, drafter, rule=rule, offload=offload)
+def make_engine(target: LanguageModel, drafter: Drafter, rule: verify.Rule, offload: str = "") -> Engine:
+    """An engine; `offload` moves the drafter's weights to host memory between drafts."""
+    engine = Engine(target, drafter, rule=rule)
+    if not offload:
+        return engine
+    drafter, own = offloading.move(drafter, engine.drafter_params)
+    return Engine(target, drafter, rule=rule, drafter_params=own)
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ def decode_batch(engine: Engine, batch: Batch, options: Options) -> Decoded:
     prefilled = time.perf_counter()
     state = jax.block_until_ready(decode.run(engine.program, engine.params, engine.drafter_params, state))
     end = time.perf_counter()
-    error = None
+    error: NotFiniteError | None = None
+    generations: list[Generation]
     try:
         generations = engine.results(state, batch.padded(batch.prompts))
     except NotFiniteError as stopped:
@@ -86,11 +90,11 @@ def start(engine: Engine, batch: Batch, options: Options, max_new_tokens: int | 
     """The batch after its prefill."""
     return engine.start(
         batch.padded(batch.prompts),
+        **options.sampling,
         max_new_tokens=options.max_new_tokens if max_new_tokens is None else max_new_tokens,
         seed=options.seed,
         rows=batch.padded(batch.rows),
         end_ids=options.end_ids,
-        sampler=make_sampling(batch.size, **options.sampling),
         capacity=batch.capacity,
     )
 
@@ -122,7 +126,7 @@ def time_halves(
             begin = time.perf_counter()
             half = jax.block_until_ready(_draft(engine.program, engine.params, engine.drafter_params, states[name]))
             middle = time.perf_counter()
-            states[name] = jax.block_until_ready(_verify(engine.program, engine.params, *half))
+            states[name] = jax.block_until_ready(_verify(engine.program, engine.params, engine.drafter_params, *half))
             times[name].append((middle - begin, time.perf_counter() - middle))
     return {
         name: (statistics.median(a for a, _ in taken[1:]), statistics.median(b for _, b in taken[1:]))
@@ -137,25 +141,28 @@ def _draft(
     """`decode.propose`, donated: caches stay in the state, so that the draft beside it holds none of them."""
     draft = decode.propose(program, params, drafter_params, state)
     state = dataclasses.replace(state, cache=draft.cache, drafter=draft.state)
-    return state, dataclasses.replace(draft, cache=(), state=())
+    return state, dataclasses.replace(draft, cache=Cache(()), state=())
 
 
 @functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("state",))
-def _verify(program: decode.Program, params: Params, state: decode.State, draft: Draft) -> decode.State:
-    """`decode.settle`, donated."""
-    return decode.settle(program, params, state, dataclasses.replace(draft, cache=state.cache, state=state.drafter))
+def _verify(
+    program: decode.Program, params: Params, drafter_params: Params, state: decode.State, draft: Draft
+) -> decode.State:
+    """`decode.verify_and_commit`, donated."""
+    draft = dataclasses.replace(draft, cache=state.cache, state=state.drafter)
+    return decode.verify_and_commit(program, params, drafter_params, state, draft)
 
 
 def margin(model: Model, params: Params, tokens: Sequence[int], cache_dtype: Any) -> float:
     """How far the target's largest logit after `tokens` lies above the second: what rounding would have to bridge."""
     slots = len(tokens)
     ids = jnp.asarray(np.asarray(tokens, np.int32)[None])
-    length = jnp.asarray([slots], jnp.int32)
 
     @jax.jit
     def logits(params: Params) -> Any:
-        last, _, _ = decode.prefill(model, params, ids, length, model.init_cache(1, slots, cache_dtype))
-        return model.logits(params, last)[0, 0]
+        cache = model.init_cache(1, slots, cache_dtype)
+        hidden = model.forward(params, ids, cache, jnp.zeros((1,), jnp.int32)).hidden
+        return model.logits(params, hidden[:, -1:])[0, 0]
 
     first, second = jax.lax.top_k(logits(params), 2)[0]
     return float(first - second)

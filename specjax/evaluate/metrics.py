@@ -10,7 +10,7 @@ are what reached the output, so that the emitted tokens add up to the text. `cut
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -76,7 +76,7 @@ class Summary:
         return [*shown, ("rounds that emitted", [""]), *bars] if bars else shown
 
 
-def summarize(results: Sequence[Counted], *, seed: int = 0) -> Summary:
+def summarize(results: Iterable[Counted], *, seed: int = 0) -> Summary:
     """Pool the counts of several prompts: of an engine's generations, or of a comparison's records.
 
     Args:

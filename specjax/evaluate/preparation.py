@@ -8,14 +8,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from specjax import offload, sampling, verify
 from specjax.drafter import Drafter
-from specjax.engine import capacity_for
+from specjax.engine import LanguageModel, capacity_for, load_target
 from specjax.evaluate import measure, prompts, provenance
-from specjax.evaluate.comparison import Comparison, load_rule
-from specjax.evaluate.target import OpenedTarget, open_target
+from specjax.evaluate.comparison import Comparison
 from specjax.weights.checkpoint import sha256_of
 
 SMALLEST_CAPACITY = 512  # a compilation costs as much as several prompts, unused slots a few percent
@@ -26,7 +25,7 @@ class Task:
     """A comparison whose parts were opened and fit together; no weights are loaded yet."""
 
     comparison: Comparison
-    target: OpenedTarget
+    target: LanguageModel
     drafters: dict[str, Drafter]
     rule: verify.Rule
     source: prompts.PromptSet
@@ -70,13 +69,14 @@ class Task:
     def manifest(self) -> dict[str, Any]:
         """What the run's tokens depend on."""
         comparison, target = self.comparison, self.target
+        config = dataclasses.asdict(target.model)  # type: ignore[call-overload]
         return {
             "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             "target": {
-                "name": target.checkpoint.name,
-                "sha256": target.checkpoint.sha256,
+                "name": target.name,
+                "sha256": target.fingerprint.sha256,
                 "dtype": target.dtype,
-                "config": dataclasses.asdict(target.model.config),
+                "config": config.get("config", config),  # a Llama's sizes are a field of it
             },
             "drafters": {name: repr(drafter) for name, drafter in self.drafters.items()},
             "drafter_files": {str(path): sha256_of(path) for path in self._files()},
@@ -111,12 +111,12 @@ def prepare(comparison: Comparison) -> Task:
     source = prompts.load(comparison.prompts)
     target = comparison.target
     if isinstance(target, str):
-        target = open_target(target, comparison.dtype)
+        target = load_target(target, dtype=comparison.dtype)
     if comparison.dtype not in (None, target.dtype):
         raise ValueError(f"dtype={comparison.dtype!r}: the target was opened in {target.dtype}; open it in the other")
     drafters = comparison.strategies
     for drafter in drafters.values():
-        check_drafter(drafter, target)
+        target.check(drafter)
     chosen = {prompt.question_id: prompt for prompt in _choose(source, target, comparison)}
     tokens = {name: target.encode(prompt.text, comparison.system) for name, prompt in chosen.items()}
     _check_lengths(tokens, comparison.max_new_tokens, target.model.context_length)
@@ -124,24 +124,12 @@ def prepare(comparison: Comparison) -> Task:
         comparison=comparison,
         target=target,
         drafters=drafters,
-        rule=load_rule(comparison.rule),
+        rule=cast(verify.Rule, comparison.rule),
         source=source,
         chosen=chosen,
         tokens=tokens,
-        shared=measure.Options(
-            comparison.max_new_tokens, comparison.seed, target.tokenizer.end_ids, comparison.sampling
-        ),
+        shared=measure.Options(comparison.max_new_tokens, comparison.seed, target.end_ids, comparison.sampling),
     )
-
-
-def check_drafter(drafter: Drafter, target: OpenedTarget) -> None:
-    """Refuse a drafter that can't serve the target."""
-    drafter.check(target.model, target.tokenizer)
-    if drafter.num_speculative_tokens >= target.model.context_length:
-        raise ValueError(
-            f"num_speculative_tokens={drafter.num_speculative_tokens}: must be smaller than the target's "
-            f"context of {target.model.context_length} tokens"
-        )
 
 
 def _check_lengths(tokens: dict[str, list[int]], max_new_tokens: int, context: int) -> None:
@@ -154,7 +142,7 @@ def _check_lengths(tokens: dict[str, list[int]], max_new_tokens: int, context: i
         )
 
 
-def _choose(source: prompts.PromptSet, target: OpenedTarget, comparison: Comparison) -> list[prompts.Prompt]:
+def _choose(source: prompts.PromptSet, target: LanguageModel, comparison: Comparison) -> list[prompts.Prompt]:
     """What is asked for; by default one short prompt of each kind of a file."""
     kinds = comparison.categories
     if comparison.all or comparison.limit is not None or isinstance(comparison.prompts, tuple):

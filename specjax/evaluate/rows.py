@@ -36,19 +36,20 @@ class Contender:
     @classmethod
     def of(cls, engine: Engine, batch: int, capacity: int) -> Contender:
         """What an engine says of itself, and its shapes of its memory."""
-        program, own = engine.program, engine.drafter_params
+        program, own, drafter = engine.program, engine.drafter_params, engine.program.drafter
+        offloaded = isinstance(drafter, offload.Offloaded)
         sizes: dict[str, Any] = {"batch": batch, "capacity": capacity, "cache_dtype": engine.cache_dtype}
         account = memory.account(program, engine.params, own, **sizes)
-        if program.offload:
+        if offloaded:
             account = offloaded_account(account)
         return cls(
-            settings=repr(program.drafter),
-            label=program.drafter.label,
+            settings=repr(drafter.inner if isinstance(drafter, offload.Offloaded) else drafter),
+            label=drafter.label,
             exact=program.exact,
             added_bytes=account.added_bytes,
             peak_bytes=account.peak_bytes,
-            offloaded_bytes=offload.size(own) if program.offload else None,
-            fetch_s=offload.fetch_s(own) if program.offload else None,
+            offloaded_bytes=offload.size(own) if offloaded else None,
+            fetch_s=offload.fetch_s(own) if offloaded else None,
         )
 
 

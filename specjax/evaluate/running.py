@@ -23,7 +23,6 @@ from specjax.evaluate.run_folder import RunFolder, record_store
 from specjax.evaluate.store import Store
 from specjax.memory import device
 from specjax.memory.compiler import read as read_compiled
-from specjax.types import Params
 
 
 def compare(comparison: Comparison, folder: str | Path | None = None, progress: type[Lines] | None = Lines) -> Result:
@@ -82,12 +81,12 @@ def carry_out(
         return Result(task.comparison, folder.summary, tuple(folder.store.rows), task.total, folder.path)
     run = Run(task, folder, folder.store if folder else record_store())
     with preparing():
-        params = task.target.load()  # has a progress bar of its own
+        task.target.params  # noqa: B018  read now, with a progress bar of their own
     stopped: KeyboardInterrupt | NotFiniteError | None = None
     with progress(task.total) as bar:
         try:
             with preparing():
-                _make_engines(run, params, bar)
+                _make_engines(run, bar)
             bar.describe("accounting for memory")
             for name, engine in run.engines.items():
                 run.contenders[name] = Contender.of(engine, task.comparison.batch_size, max(task.capacities))
@@ -103,12 +102,12 @@ def carry_out(
     return Result(task.comparison, summary, tuple(run.store.rows), task.total, folder.path if folder else None, stopped)
 
 
-def _make_engines(run: Run, params: Params, progress: Lines) -> None:
+def _make_engines(run: Run, progress: Lines) -> None:
     """Make every strategy's own weights."""
     task = run.task
     for name, drafter in task.drafters.items():
         progress.describe(f"{name}: preparing")
-        run.engines[name] = measure.make_engine(task.target, params, drafter, task.rule, task.comparison.offload)
+        run.engines[name] = measure.make_engine(task.target, drafter, task.rule, task.comparison.offload)
 
 
 def _turns(run: Run, names: Sequence[str], progress: Lines) -> Iterator[tuple[str, list[str]]]:
@@ -143,7 +142,7 @@ def _decode(run: Run, name: str, question_ids: list[str], progress: Lines) -> No
                 prefill_s=result.prefill_s,
                 decode_s=result.decode_s,
                 tokens=generation.tokens,
-                text=task.target.tokenizer.decode(generation.tokens),
+                text=generation.text or "",
                 counts=generation.counts,
             )
         )
@@ -181,7 +180,7 @@ def _summarize(run: Run, complete: bool) -> dict[str, Any]:
         if complete and row["greedy_difference"] is not None:
             row["greedy_difference"]["margin"] = _margin(run, row["greedy_difference"])
     title = (
-        f"{task.target.checkpoint.name}, {task.target.dtype}, {len(task.chosen)} of {len(task.source.prompts)} prompts "
+        f"{task.target.name}, {task.target.dtype}, {len(task.chosen)} of {len(task.source.prompts)} prompts "
         f"({task.source.name}), up to {comparison.max_new_tokens} new tokens, temperature {comparison.temperature:g}, "
         f"batch {comparison.batch_size}, {' and '.join(map(str, task.capacities))} slots"
     )

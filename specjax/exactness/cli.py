@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from specjax import drafter, verify
+from specjax import plugins, verify
 from specjax.exactness import lab, large
 from specjax.exactness.report import FAIL, INCONCLUSIVE, PASS
 from specjax.exactness.sampler import Setting
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> lab.Report:
-    chosen = drafter.load(args.drafter, dict(_pair(text) for text in args.set)) if args.drafter else None
+    chosen = plugins.load_drafter(args.drafter, dict(_pair(text) for text in args.set)) if args.drafter else None
     rule = load_rule(args.rule)
     filters = (args.top_k, args.top_p, args.min_p)
     settings: tuple[Setting, ...] = lab.SETTINGS

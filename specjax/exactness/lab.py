@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from specjax import decode, verify
+from specjax import decode, plugins, verify
 from specjax import drafter as drafters
 from specjax.drafter import Drafter
 from specjax.exactness import analysis, compatibility, identity, sampler, statistics
@@ -88,7 +88,7 @@ def check(
         raise ValueError(f"alpha={alpha}, detect={detect}: both must lie strictly between 0 and 1")
     if not settings:
         raise ValueError("no sampling settings: give at least one")
-    drafter = drafters.load(drafter) if isinstance(drafter, str) else drafter
+    drafter = plugins.load_drafter(drafter) if isinstance(drafter, str) else drafter
     experiments = [Experiment(decode.Program(s.model, d, rule), s) for s, d in _subjects(drafter, target)]
     for experiment in experiments:
         compatibility.check_fit(experiment.program, experiment.subject)

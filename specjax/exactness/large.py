@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 from scipy.stats import chi2
 
-from specjax import decode, sampling, verify, weights
+from specjax import decode, plugins, sampling, verify, weights
 from specjax import drafter as drafters
 from specjax.drafter import Drafter
 from specjax.exactness import compatibility, identity, lab, statistics
@@ -70,7 +70,7 @@ def check_large(
             f"alpha={alpha}, detect={detect}, sequences={sequences}: two levels in (0, 1), at least one text"
         )
     rule = rule or verify.Token()
-    drafter = drafters.load(drafter) if isinstance(drafter, str) else drafter
+    drafter = plugins.load_drafter(drafter) if isinstance(drafter, str) else drafter
     name, model, params, prompts = _target(target)
     drafter.check(model)
     prompts = [prompts[i % len(prompts)] for i in range(-(-sequences // batch) * batch)]

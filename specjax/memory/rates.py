@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import decode
-from specjax import drafter as drafters
+from specjax import decode, plugins
 from specjax.memory.hardware import Device
 from specjax.memory.sharding import Layout
 from specjax.memory.state import state_shapes
@@ -57,7 +56,7 @@ def _rebuild(row: Mapping[str, Any], manifest: Mapping[str, Any]) -> tuple[decod
         config["rope_scaling"] = RopeScaling(**config["rope_scaling"])
     model = Llama(ModelConfig(**config))
     name = row["drafter"] if ".py:" in row["drafter"] else row["drafter"].partition(":")[0]
-    drafter = dataclasses.replace(drafters.load(name), **_fields(str(row.get("settings"))))
+    drafter = dataclasses.replace(plugins.load_drafter(name), **_fields(str(row.get("settings"))))
     dtype = jnp.dtype(manifest["target"]["dtype"])
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), model.shapes())
     own = jax.eval_shape(lambda key, weights: drafter.params(key, model, weights), jax.random.key(0), params)

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import decode
-from specjax import drafter as drafters
+from specjax import decode, plugins
 from specjax.drafter import Drafter
 from specjax.memory.shapes import Account, Size, account, nbytes
 from specjax.memory.state import Weights
@@ -92,7 +91,7 @@ def build(spec: str, window: int = 0) -> Drafter:
         preset(settings["checkpoint"])
     if window and spec != "none":
         settings.setdefault("num_speculative_tokens", str(window))
-    return drafters.load(spec, settings)
+    return plugins.load_drafter(spec, settings)
 
 
 @functools.lru_cache(maxsize=64)

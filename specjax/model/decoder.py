@@ -23,10 +23,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from specjax import cache as kv
-from specjax.model.config import ModelConfig, RopeScaling
+from specjax.model.config import ModelConfig
+from specjax.model.positions import rotary_factors, rotate, visible_slots, whole_text
 from specjax.types import Cache, Forward, Params
 
 FP8 = jnp.float8_e4m3fn
+LayerCache = tuple[Float[Array, "B G T W"], Float[Array, "B G T W"]]
 
 
 class Linear(nnx.Module):
@@ -83,11 +85,11 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B S D"],
-        layer: tuple[Float[Array, "B G T W"], Float[Array, "B G T W"]],
+        layer: LayerCache | None,
         start: Int[Array, "B"],
         rotary: tuple[Float[Array, "B S 1 half"], Float[Array, "B S 1 half"]],
         visible: Bool[Array, "B S T"],
-    ) -> tuple[Float[Array, "B S D"], tuple[Float[Array, "B G T W"], Float[Array, "B G T W"]]]:
+    ) -> tuple[Float[Array, "B S D"], LayerCache | None]:
         c = self.config
         batch, queries, _ = x.shape
         q = self.q_proj(x).reshape(batch, queries, c.num_heads, c.head_dim)
@@ -95,14 +97,15 @@ class Attention(nnx.Module):
         v = self.v_proj(x).reshape(batch, queries, c.num_kv_heads, c.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = _rotate(q, rotary), _rotate(k, rotary)
+        q, k = rotate(q, rotary), rotate(k, rotary)
         # 0 · NaN is NaN: one drafted token that overflows would poison every query. In the key, a mask hides it.
         finite = jnp.all(jnp.isfinite(v), -1, keepdims=True)
         k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
-        if padding := layer[0].shape[3] - c.head_dim:
+        if layer is not None and (padding := layer[0].shape[3] - c.head_dim):
             q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, padding))) for x in (q, k, v))
-        keys = kv.write(layer[0], jnp.swapaxes(k, 1, 2), start)
-        values = kv.write(layer[1], jnp.swapaxes(v, 1, 2), start)
+        keys, values = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        if layer is not None:
+            layer = keys, values = kv.write(layer[0], keys, start), kv.write(layer[1], values, start)
 
         q = q.reshape(batch, queries, c.num_kv_heads, c.num_heads // c.num_kv_heads, q.shape[3])
         scores = jnp.einsum("bsgrd,bgtd->bgrst", q, keys.astype(q.dtype), preferred_element_type=jnp.float32)
@@ -111,7 +114,7 @@ class Attention(nnx.Module):
         # Turned after the product: asked for "bsgrd", a GPU with one head copies all values to [B,G,W,T].
         mixed = jnp.einsum("bgrst,bgtd->bgrsd", weights, values.astype(q.dtype)).transpose(0, 3, 1, 2, 4)
         mixed = mixed[..., : c.head_dim]
-        return self.o_proj(mixed.reshape(batch, queries, c.num_heads * c.head_dim)), (keys, values)
+        return self.o_proj(mixed.reshape(batch, queries, c.num_heads * c.head_dim)), layer
 
 
 class MLP(nnx.Module):
@@ -158,11 +161,11 @@ def _run_layer(
     config: ModelConfig,
     params: Params,
     x: Float[Array, "B S D"],
-    cache: tuple[Float[Array, "B G T W"], Float[Array, "B G T W"]],
+    cache: LayerCache | None,
     start: Int[Array, "B"],
     rotary: tuple[Float[Array, "B S 1 half"], Float[Array, "B S 1 half"]],
     visible: Bool[Array, "B S T"],
-) -> tuple[Float[Array, "B S D"], tuple[Float[Array, "B G T W"], Float[Array, "B G T W"]]]:
+) -> tuple[Float[Array, "B S D"], LayerCache | None]:
     graph, state = _split(Layer, config)
     state = jax.tree.map(lambda leaf: leaf, state)
     nnx.replace_by_pure_dict(state, params)
@@ -176,9 +179,8 @@ def _run_layer(
 class Llama:
     """A decoder as a value: its configuration. Weights are an argument of every method.
 
-    A tree of drafts runs in one pass: `depth` gives each query's distance from `start` (its position),
-    `mask[..., i, j]` says whether query i sees query j; slots below `start` are seen by all. The default
-    is a chain.
+    Its methods are those of `specjax.types.Model`. What a drafter needs of its own it makes of the same parts: a
+    single layer is a `Llama` of one, whose `forward` takes hidden states.
     """
 
     config: ModelConfig
@@ -200,6 +202,10 @@ class Llama:
     def num_layers(self) -> int:
         return self.config.num_layers
 
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
     def shapes(self) -> PyTree[jax.ShapeDtypeStruct]:
         """The weights as `jax.ShapeDtypeStruct`s, under the names of a Hugging Face checkpoint.
 
@@ -214,109 +220,51 @@ class Llama:
         params = nnx.to_pure_dict(nnx.split(Decoder(self.config, nnx.Rngs(params=key)))[1])
         return jax.tree.map(lambda leaf: leaf if leaf.dtype == FP8 else leaf.astype(dtype), params)
 
-    def init_cache(self, batch: int, slots: int, dtype: Any) -> Cache:
+    def init_cache(self, batch: int, capacity: int, dtype: Any) -> Cache:
         c = self.config
-        return kv.init_cache(c.num_layers, batch, c.num_kv_heads, slots, kv.padded(c.head_dim, c.cache_lanes), dtype)
+        return kv.init_cache(c.num_layers, batch, c.num_kv_heads, capacity, kv.padded(c.head_dim, c.cache_lanes), dtype)
+
+    def embed(self, params: Params, tokens: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+        """Rows of the embedding; ids outside of it are clipped."""
+        weight = params["embed_tokens"]["weight"]
+        return weight.at[jnp.clip(tokens, 0, weight.shape[0] - 1)].get(mode="clip")
 
     def forward(
         self,
         params: Params,
-        tokens: Int[Array, "B S"],
-        cache: Cache,
+        inputs: Int[Array, "B S"] | Float[Array, "B S D"],
+        cache: Cache | None,
         start: Int[Array, "B"],
         *,
-        depth: Int[Array, "S"] | Int[Array, "B S"] | None = None,
-        mask: Bool[Array, "S S"] | Bool[Array, "B S S"] | None = None,
-        num_layers: int | None = None,
+        positions: Int[Array, "B M"] | None = None,
+        mask: Bool[Array, "S M"] | Bool[Array, "B S M"] | None = None,
+        layers: tuple[int, int] | None = None,
         taps: tuple[int, ...] = (),
+        documents: Int[Array, "B S"] | None = None,
     ) -> Forward:
-        """Run layers `0 .. num_layers - 1` over a window of tokens and write their keys and values.
+        """See `specjax.types.Model.forward`; keys and values of the layers that run are written to the cache."""
+        x = self.embed(params, inputs) if jnp.issubdtype(inputs.dtype, jnp.integer) else inputs
+        queries = x.shape[1]
+        if cache is None:
+            at, visible = whole_text(start, queries, documents, self.config.sliding_window)
+        else:
+            steps = jnp.arange(queries, dtype=start.dtype)
+            at = start[:, None] + steps[None] if positions is None else positions
+            visible = visible_slots(cache.capacity, start, queries, at, mask, self.config.sliding_window)
+        rotary = rotary_factors(at[:, -queries:], self.config, x.dtype)
 
-        Args:
-          tokens: ids of the window; each row's first one stands at slot and position `start`.
-          cache: read below `start`, written at `start .. start + S - 1`; later layers' parts pass through.
-          num_layers: how many layers run (all by default); static.
-          taps: layers whose output is returned too, counted from 1; static.
-        """
-        weight = params["embed_tokens"]["weight"]
-        x = weight.at[jnp.clip(tokens, 0, weight.shape[0] - 1)].get(mode="clip")
-        steps = jnp.arange(tokens.shape[1], dtype=start.dtype)
-        depth = jnp.broadcast_to(steps if depth is None else depth, tokens.shape)
-        positions = start[:, None] + depth
-        rotary = _rotary(positions, self.config, x.dtype)
-        slots = cache[0][0].shape[2] if cache else 0
-        visible = _visible(slots, start, positions, mask, self.config.sliding_window)
-
-        new, kept = list(cache), []
-        for index in range(self.num_layers if num_layers is None else num_layers):
-            layer = params["layers"][index]
-            x, new[index] = _run_layer(self.config, layer, x, cache[index], start, rotary, visible)
+        stored = [None] * self.num_layers if cache is None else list(cache.layers)
+        kept = []
+        for index in range(*(layers or (0, self.num_layers))):
+            x, stored[index] = _run_layer(
+                self.config, params["layers"][index], x, stored[index], start, rotary, visible
+            )
             if index + 1 in taps:
                 kept.append(x)
-        return Forward(x, tuple(kept), tuple(new))
+        return Forward(x, tuple(kept), None if cache is None else Cache(tuple(stored)))
 
     def logits(self, params: Params, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Final norm and head, in float32; only real ids have columns."""
         hidden = normalize(hidden, params["norm"]["weight"], self.config.norm_eps)
         head = params["embed_tokens" if self.config.tied_embeddings else "lm_head"]["weight"]
         return project(hidden, head)[..., : self.vocab_size].astype(jnp.float32)
-
-
-def _visible(
-    slots: int,
-    start: Int[Array, "B"],
-    positions: Int[Array, "B S"],
-    mask: Bool[Array, "S S"] | Bool[Array, "B S S"] | None,
-    window: int | None,
-) -> Bool[Array, "B S T"]:
-    """Which slots each query sees: all below `start`, and of the window what `mask` allows.
-
-    A sliding window counts positions; below `start`, a slot's number is its position.
-    """
-    slot = jnp.arange(slots, dtype=start.dtype)[None, None]
-    offset = slot - start[:, None, None]
-    if mask is None:
-        visible = slot <= positions[:, :, None]
-    else:
-        queries = positions.shape[1]
-        mask = jnp.broadcast_to(mask, (start.shape[0], queries, queries))
-        index = jnp.broadcast_to(jnp.clip(offset, 0, queries - 1), (start.shape[0], queries, slots))
-        inside = (offset >= 0) & (offset < queries)
-        visible = (offset < 0) | (inside & jnp.take_along_axis(mask, index, 2))
-    if window is not None:
-        at = slot
-        if mask is not None:  # a node's position is its depth, not its slot
-            index = jnp.clip(offset[:, 0], 0, positions.shape[1] - 1)
-            at = jnp.where(offset < 0, slot, jnp.take_along_axis(positions, index, 1)[:, None])
-        visible &= at > positions[:, :, None] - window
-    return visible
-
-
-def _rotary(
-    positions: Int[Array, "B S"], config: ModelConfig, dtype: Any
-) -> tuple[Float[Array, "B S 1 half"], Float[Array, "B S 1 half"]]:
-    """Cosines and sines, half a head wide (RoFormer, arXiv 2104.09864, eq. 34, in the half-split layout)."""
-    exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-    frequencies = _stretch(1.0 / config.rope_theta**exponents, config.rope_scaling)
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None]
-    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
-
-
-def _stretch(frequencies: Float[Array, "D"], scaling: RopeScaling | None) -> Float[Array, "D"]:
-    if scaling is None:
-        return frequencies
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    # Llama 3.1: long waves are stretched, short ones kept, and those between blended.
-    turns = scaling.original_context_length * frequencies / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = jnp.clip((turns - low) / (high - low), 0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
-
-
-def _rotate(
-    x: Float[Array, "B S H W"], rotary: tuple[Float[Array, "B S 1 half"], Float[Array, "B S 1 half"]]
-) -> Float[Array, "B S H W"]:
-    cos, sin = rotary
-    first, second = jnp.split(x, 2, -1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)

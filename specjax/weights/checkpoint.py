@@ -109,11 +109,8 @@ class Checkpoint:
           ValueError: a tensor is missing, left over, of another shape, or not finite; or a file is damaged.
         """
         dtype = jnp.dtype(default_dtype() if dtype is None else dtype)
-        wanted: dict[str, jax.ShapeDtypeStruct] = {}
-        leaves, tree = jax.tree.flatten_with_path(Llama(self.config).shapes())
-        for path, leaf in leaves:
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            wanted[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if leaf.dtype == FP8 else dtype)
+        shapes = outline(self.config, dtype)
+        wanted = flatten(shapes)
         self._check(wanted)
         total = sum(leaf.size * leaf.dtype.itemsize for leaf in wanted.values())
         loaded = {}
@@ -121,7 +118,7 @@ class Checkpoint:
             for name, tensor in self.reader.tensors(wanted):
                 loaded[name] = tensor
                 advance(tensor.nbytes)
-        return jax.tree.unflatten(tree, [loaded[name] for name in wanted])
+        return jax.tree.unflatten(jax.tree.structure(shapes), [loaded[name] for name in wanted])
 
     def _check(self, wanted: Wanted) -> None:
         found = self.reader.shapes()
@@ -136,6 +133,21 @@ class Checkpoint:
                 raise ValueError(f"tensor {name} {tuple(found[name])} is no part of the model; {fix}")
 
 
+def outline(config: ModelConfig, dtype: Any) -> Params:
+    """Shapes of a decoder's weights in `dtype`, but for those that are quantised."""
+    wide = jnp.dtype(dtype)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if leaf.dtype == FP8 else wide),
+        Llama(config).shapes(),
+    )
+
+
+def flatten(tree: Params) -> dict[str, Any]:
+    """Leaves by their dotted path: a flat dict comes back with its keys as they were."""
+    leaves, _ = jax.tree.flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
 def default_dtype() -> Any:
     """bfloat16 where the hardware multiplies it; float32 on CPU, where XLA would widen it first."""
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
@@ -144,17 +156,18 @@ def default_dtype() -> Any:
 def stream(rows: Rows, wanted: Wanted, origin: Path) -> Iterator[tuple[str, Array]]:
     """Yield each wanted tensor, read through `rows(name, start, stop)` in blocks."""
     for name, leaf in wanted.items():
-        tensor = np.empty(leaf.shape, leaf.dtype)
-        width = max(1, leaf.size // max(1, leaf.shape[0]))
+        tensor = np.empty(leaf.shape or (1,), leaf.dtype)  # a scalar is a row
+        count = tensor.shape[0]
+        width = max(1, leaf.size // max(1, count))
         block = max(1, _BLOCK_BYTES // (4 * width))
-        for start in range(0, leaf.shape[0], block):
-            part = rows(name, start, min(start + block, leaf.shape[0]))
+        for start in range(0, count, block):
+            part = rows(name, start, min(start + block, count))
             check_finite(name, part, origin)
             with np.errstate(over="ignore"):
                 tensor[start : start + block] = part
             if not np.isfinite(tensor[start : start + block]).all():
                 raise ValueError(f"tensor {name} in {origin} has values beyond {leaf.dtype}: use --dtype float32")
-        yield name, jnp.asarray(tensor)
+        yield name, jnp.asarray(tensor.reshape(leaf.shape))
 
 
 def check_finite(name: str, values: Any, origin: Path) -> None:

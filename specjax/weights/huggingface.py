@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Array
-from ml_dtypes import bfloat16
-from safetensors import SafetensorError, safe_open
 
 from specjax.model import ModelConfig
 from specjax.model.config import from_huggingface
 from specjax.text import Tokenizer, read_json
 from specjax.weights.checkpoint import DamagedFile, Wanted, stream
+from specjax.weights.safetensors_file import Entry, read_header, read_rows
 
-_DTYPES = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(bfloat16)}
+_DTYPES = ("F64", "F32", "F16", "BF16")
 _DESCRIPTIONS = (
     "config.json",
     "tokenizer.json",
@@ -27,16 +24,6 @@ _DESCRIPTIONS = (
     "chat_template.jinja",
     "generation_config.json",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """Where a tensor stands."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset_bytes: int
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -71,7 +58,7 @@ class HuggingFace:
         self._shards = _shards(folder)
         self._entries: dict[str, Entry] = {}
         for shard in self._shards:
-            self._entries |= {name.removeprefix("model."): entry for name, entry in _read_header(shard).items()}
+            self._entries |= {name.removeprefix("model."): entry for name, entry in read_header(shard).items()}
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -111,11 +98,7 @@ class HuggingFace:
         entry = self._entries[name]
         if entry.dtype not in _DTYPES:
             raise ValueError(f"tensor {name} in {entry.file} is {entry.dtype}: specjax reads {', '.join(_DTYPES)}")
-        dtype, width = _DTYPES[entry.dtype], math.prod(entry.shape[1:])
-        offset_bytes = entry.offset_bytes + start * width * dtype.itemsize
-        # a plain read: pages of a mapped file would count as memory in use
-        rows = np.fromfile(entry.file, dtype, (stop - start) * width, offset=offset_bytes)
-        return rows.reshape(-1, *entry.shape[1:])
+        return read_rows(entry, start, stop)
 
     def _same(self, one: str, other: str) -> bool:
         entries = self._entries.get(one), self._entries.get(other)
@@ -141,20 +124,3 @@ def _shards(folder: Path) -> tuple[Path, ...]:
                 "convert it with transformers' save_pretrained"
             )
     return shards
-
-
-def _read_header(path: Path) -> dict[str, Entry]:
-    """Where each tensor stands; the library has checked that the file holds what its header promises."""
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except SafetensorError as error:
-        raise DamagedFile(f"{path} is truncated or damaged ({error}): fetch it again") from error
-    with path.open("rb") as file:
-        size_bytes = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size_bytes))
-    return {
-        name: Entry(path, entry["dtype"], tuple(entry["shape"]), 8 + size_bytes + entry["data_offsets"][0])
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }

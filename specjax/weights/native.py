@@ -1,36 +1,37 @@
-"""Our own checkpoints: orbax for the arrays, JSON for the description, and the tokenizer's files beside them.
+"""Our own checkpoints: the arrays, a description in JSON, and the tokenizer's files beside them.
 
-folder/model.json    what the model is
-folder/weights/      arrays under their dotted names: a flat dict comes back with its keys as they were
+folder/model.json                         what the model is
+folder/weights/ or model.safetensors      arrays under their dotted names
 folder/tokenizer*.json, generation_config.json
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-import jax
-import orbax.checkpoint as ocp
 from jaxtyping import Array
 
 from specjax.model import ModelConfig, RopeScaling
 from specjax.text import Tokenizer, read_json
 from specjax.types import Params
-from specjax.weights.checkpoint import DamagedFile, Wanted, check_finite
+from specjax.weights.arrays import open_arrays, write_arrays
+from specjax.weights.checkpoint import DamagedFile, Wanted
 
 _FORMAT = 1
-_TOGETHER = 8  # arrays restored at once: orbax holds them twice for a moment
 
 
-def save(path: str | Path, config: ModelConfig, params: Params, tokenizer: Tokenizer | None = None) -> None:
+def save(
+    path: str | Path, config: ModelConfig, params: Params, tokenizer: Tokenizer | None = None, *, format: str = "orbax"
+) -> None:
     """Write a checkpoint that `open_checkpoint(path)` reads.
 
     The description is written last: a folder with one is complete.
+
+    Args:
+      format: of the arrays, `orbax` or `safetensors`.
 
     Raises:
       FileExistsError: something stands at `path`.
@@ -38,10 +39,7 @@ def save(path: str | Path, config: ModelConfig, params: Params, tokenizer: Token
     """
     folder = Path(path).expanduser().absolute()
     folder.mkdir(parents=True)
-    leaves, _ = jax.tree.flatten_with_path(params)
-    flat = {jax.tree_util.keystr(name, simple=True, separator="."): leaf for name, leaf in leaves}
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "weights", flat)
+    write_arrays(folder, params, format)
     if tokenizer is not None:
         tokenizer.save(folder)
     description = {"format": _FORMAT, "model": dataclasses.asdict(config)}
@@ -77,41 +75,9 @@ class Native:
         return Tokenizer.from_directory(self.folder)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The arrays of the checkpoint, from orbax's metadata."""
-        with self._reading(), ocp.StandardCheckpointer() as checkpointer:
-            metadata: Any = checkpointer.metadata(self.folder / "weights").item_metadata
-            return {name: tuple(leaf.shape) for name, leaf in metadata.items()}
+        """The arrays of the checkpoint."""
+        return {name: leaf.shape for name, leaf in open_arrays(self.folder).outline().items()}
 
     def tensors(self, wanted: Wanted) -> Iterator[tuple[str, Array]]:
-        """Restore the wanted arrays, a few at a time, cast by orbax."""
-        place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        names = iter(wanted)
-        while some := list(itertools.islice(names, _TOGETHER)):
-            item = {n: jax.ShapeDtypeStruct(wanted[n].shape, wanted[n].dtype, sharding=place) for n in some}
-            arguments = ocp.args.PyTreeRestore(
-                item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
-            )
-            with self._reading(), ocp.PyTreeCheckpointer() as checkpointer:
-                restored = checkpointer.restore(self.folder / "weights", args=arguments)
-            for name in some:
-                check_finite(name, restored[name], self.folder)
-                yield name, restored[name]
-
-    def _reading(self) -> _Reading:
-        return _Reading(self.folder)
-
-
-class _Reading:
-    """Turns whatever orbax, tensorstore or json raise on a damaged folder into one error that says so."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise DamagedFile(
-                f"{self.folder} is no complete checkpoint ({first[:200]}): copy it again, or save it again"
-            ) from error
+        """Read the wanted arrays."""
+        return open_arrays(self.folder).tensors(wanted)

@@ -1,4 +1,8 @@
-"""Strategies side by side: a comparison, what it decodes, measures and keeps, and what its records say."""
+"""Strategies side by side: a comparison, what it decodes, measures and keeps, and what its records say.
+
+result = compare(Comparison("smollm2-135m", ["ngram", "fp8:kv=own"], limit=7), "runs/mine")
+result.rows[1]["acceptance_length"], summarize(result.records), diagnose(result.folder)
+"""
 
 from specjax.evaluate.comparison import Comparison
 from specjax.evaluate.metrics import Summary, summarize

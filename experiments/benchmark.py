@@ -29,8 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import Engine, decode, plugins, prompts, weights
-from specjax.model import Llama
+from specjax import Engine, LanguageModel, decode, load_target
+from specjax.evaluate import prompts
 
 COPY_OVERLAP = 0.6
 
@@ -58,7 +58,7 @@ class Loop:
 
     def __init__(self, engine: Engine, prompt: list[int], new_tokens: int, capacity: int):
         self.engine, self.prompt = engine, prompt
-        self.options = {"max_new_tokens": new_tokens, "seed": 0, "capacity": capacity}
+        self.options = {"max_new_tokens": new_tokens, "seed": 0, "capacity": capacity, "end_ids": ()}
         self.rounds = self.tokens = 0
 
     def __call__(self) -> float:
@@ -74,14 +74,12 @@ class Loop:
         return taken
 
 
-def against_transformers(
-    model: Llama, params: Any, prompt: list[int], new_tokens: int, repeats: int
-) -> dict[str, float]:
+def against_transformers(target: LanguageModel, prompt: list[int], new_tokens: int, repeats: int) -> dict[str, float]:
     """Greedy tokens/s of both on the same weights and prompt, prefill left out of both."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    c = model.config
+    c = target.model.config
     config = LlamaConfig(
         vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
         num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
@@ -89,13 +87,13 @@ def against_transformers(
         tie_word_embeddings=c.tied_embeddings,
     )  # fmt: skip
     peer = LlamaForCausalLM(config).eval()
-    flat = {"model." + ".".join(map(str, path)): leaf for path, leaf in _flatten(params)}
+    flat = {"model." + ".".join(map(str, path)): leaf for path, leaf in _flatten(target.params)}
     tensors = {name: torch.from_numpy(np.array(leaf)) for name, leaf in flat.items()}
     missing, unexpected = peer.load_state_dict(tensors, strict=False)
     if not set(missing) <= {"lm_head.weight"} or unexpected:
         raise RuntimeError(f"weights don't fit transformers' model: {missing}, {unexpected}")
     ids = torch.tensor([prompt])
-    loop = Loop(Engine(model, params, plugins.load_drafter("none")), prompt, new_tokens, capacity=256)
+    loop = Loop(Engine(target, "none"), prompt, new_tokens, capacity=256)
 
     def generate(count: int) -> float:
         before = time.perf_counter()
@@ -119,11 +117,12 @@ def _flatten(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...
 
 
 def round_against_forward(
-    model: Llama, params: Any, name: str, window: int, prompt: list[int], repeats: int
+    target: LanguageModel, name: str, window: int, prompt: list[int], repeats: int
 ) -> dict[str, float]:
     """Seconds of a round in the loop, and of a bare forward pass of `window + 1` tokens on an equal cache."""
-    settings = {} if name == "none" else {"num_speculative_tokens": str(window)}
-    loop = Loop(Engine(model, params, plugins.load_drafter(name, settings)), prompt, 32, capacity=256)
+    spec = name if name == "none" else f"{name}:num_speculative_tokens={window}"
+    model, params = target.model, target.params
+    loop = Loop(Engine(target, spec), prompt, 32, capacity=256)
 
     @functools.partial(jax.jit, donate_argnums=1)
     def forward(params: Any, cache: Any, tokens: jax.Array, start: jax.Array) -> Any:
@@ -155,10 +154,10 @@ def overlap(answer: list[int], prompt: list[int], n: int = 4) -> float:
     return sum(gram in known for gram in grams) / max(1, len(grams))
 
 
-def copying(model: Llama, params: Any, texts: list[list[int]], end_ids: list[int], repeats: int) -> dict[str, Any]:
+def copying(target: LanguageModel, texts: list[list[int]], repeats: int) -> dict[str, Any]:
     """`ngram` against `none` over the prompts whose answers copy."""
-    engines = {name: Engine(model, params, plugins.load_drafter(name)) for name in ("none", "ngram")}
-    options = {"max_new_tokens": 96, "end_ids": end_ids, "capacity": 512, "seed": 0}
+    engines = {name: Engine(target, name) for name in ("none", "ngram")}
+    options = {"max_new_tokens": 96, "capacity": 512, "seed": 0}
     chosen = []
     for prompt in texts:
         answer = engines["none"].generate([prompt], **options)[0].tokens
@@ -171,7 +170,7 @@ def copying(model: Llama, params: Any, texts: list[list[int]], end_ids: list[int
             total, tokens[name] = 0.0, 0
             for prompt in chosen:
                 loop = Loop(engine, prompt, 96, 512)
-                loop.options["end_ids"] = end_ids
+                loop.options["end_ids"] = target.end_ids
                 total += loop()
                 tokens[name] += loop.tokens
             if repeat:
@@ -188,24 +187,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmark.json"))
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    checkpoint = weights.open_checkpoint(arguments.target)
-    model, params, tokenizer = checkpoint.model, checkpoint.load(jnp.float32), checkpoint.tokenizer()
-    prompt = tokenizer.chat("Explain in three sentences why the sky is blue.")
+    target = load_target(arguments.target, dtype=jnp.float32)
+    prompt = target.encode("Explain in three sentences why the sky is blue.")
     figures: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rounds": {}}
 
     def say(name: str, figure: dict[str, Any]) -> None:
         print(f"{name:22s} ratio {figure['ratio']:.2f}   {figure}", flush=True)
         arguments.out.write_text(json.dumps(figures, indent=1))
 
-    figures["decoding"] = against_transformers(model, params, prompt, 48, arguments.repeats)
+    figures["decoding"] = against_transformers(target, prompt, 48, arguments.repeats)
     say("none / transformers", figures["decoding"])
     for name, window in (("none", 0), *(("ngram", k) for k in (1, 3, 7))):
-        figure = round_against_forward(model, params, name, window, prompt, arguments.repeats)
+        figure = round_against_forward(target, name, window, prompt, arguments.repeats)
         figures["rounds"][f"{name} K={window}"] = figure
         say(f"round / forward {name} {window}", figure)
-    texts = [tokenizer.chat(p.text) for p in prompts.load().prompts if p.category == "code_editing"]
+    texts = [target.encode(p.text) for p in prompts.load().prompts if p.category == "code_editing"]
     texts = [ids for ids in texts if len(ids) + 96 <= 512]
-    figures["copying"] = copying(model, params, texts, tokenizer.end_ids, max(1, arguments.repeats // 2))
+    figures["copying"] = copying(target, texts, max(1, arguments.repeats // 2))
     say("ngram / none, copying", figures["copying"])
 
 

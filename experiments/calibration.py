@@ -2,7 +2,7 @@
 
     python -m specjax.experiments.calibration --seconds 240      # again and again, until it says that all is done
 
-Jobs run in turn; each one's raw result goes to `OUTPUT.json` as it ends, with the tables made of all of them in
+Jobs run in turn; each one's raw result goes to `OUTPUT.jsonl` as it ends, with the tables made of all of them in
 `OUTPUT.md`. A run that ends or is stopped loses one job at most; the same command goes on where it stopped.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from specjax.experiments import calibration_tables, error_rates
 
 from specjax import decode, plugins
+from specjax.evaluate.store import Store
 from specjax.exactness import lab
 from specjax.exactness.mutants import BLOCK_MUTANTS, CONTROLS, VERIFY_MUTANTS, Mutant, score
 from specjax.exactness.sampler import Setting
@@ -32,6 +32,7 @@ DRAFTERS = {
 }  # fmt: skip
 DRAFTS = (1, 3, 7)
 CHUNK = 50  # seeds a job
+COMMITTED = Path(__file__).with_suffix(".jsonl")
 Job = Callable[[], Any]
 
 
@@ -99,31 +100,30 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("experiments/calibration"))
     parser.add_argument("--readme", type=Path, default=Path("README.md"), help="its tables are written anew, too")
     args = parser.parse_args(arguments)
-    began, data = time.perf_counter(), args.output.with_suffix(".json")
+    began, store = time.perf_counter(), open_store(args.output.with_suffix(".jsonl"))
     chosen = {name: job for name, job in jobs(args.seeds).items() if name.startswith(args.only)}
-    for name, job in chosen.items():
-        if name in _read(data):
-            continue
-        if time.perf_counter() - began > args.seconds:
-            break
-        found = job()
-        done = _read(data) | {name: found}  # read again: another process may have added to it
-        data.write_text(json.dumps(done, indent=1) + "\n")
-        _write_tables(done, args.output.with_suffix(".md"), args.readme)
+    for name in store.missing(chosen, args.seconds):
+        store.append({"job": name, "result": chosen[name]()})
+        _write_tables(results(store), args.output.with_suffix(".md"), args.readme)
         print(f"{time.perf_counter() - began:6.0f} s  {name}", flush=True)
-    done = _read(data)
-    left = [name for name in chosen if name not in done]
-    print(f"{len(left)} jobs left: {', '.join(left)}" if left else calibration_tables.markdown(done))
+    left = list(store.missing(chosen))
+    print(f"{len(left)} jobs left: {', '.join(left)}" if left else calibration_tables.markdown(results(store)))
+
+
+def open_store(path: Path = COMMITTED) -> Store[dict[str, Any]]:
+    """What is done, by the name of the job; by default of the committed study."""
+    return Store(path, lambda row: row["job"])
+
+
+def results(store: Store[dict[str, Any]]) -> dict[str, Any]:
+    """Each job's raw result."""
+    return {row["job"]: row["result"] for row in store.rows}
 
 
 def _write_tables(done: dict[str, Any], tables: Path, readme: Path) -> None:
     tables.write_text(calibration_tables.markdown(done))
     if readme.is_file() and calibration_tables.BEGIN in readme.read_text():
         readme.write_text(calibration_tables.into_readme(readme.read_text(), done))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ allocated on a device: none is needed.
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from specjax.evaluate.store import Store
 from specjax.memory import hardware
 from specjax.memory.aot import compile_ahead
 from specjax.memory.strategy import Strategy
@@ -100,24 +100,23 @@ def main() -> int:
     parser.add_argument("--device", default="", help="only this device")
     parser.add_argument("--target", default="", help="only this target")
     parser.add_argument("--readme", type=Path, default=Path("README.md"), help="its summary is written anew, too")
-    arguments, begin = parser.parse_args(), time.monotonic()
-    path, failed = HERE / "memory_table.jsonl", 0
-    for device, mesh, strategy in cells():
-        key = _key({"device": device, "mesh": mesh, **strategy.asdict()})
-        wanted = arguments.device in ("", device) and arguments.target in ("", strategy.target)
-        late = time.monotonic() - begin > arguments.seconds
-        if not wanted or late or arguments.limit == 0 or key in map(_key, read(path)):
-            continue
+    arguments, failed = parser.parse_args(), 0
+    path = HERE / "memory_table.jsonl"
+    wanted = {
+        _key({"device": device, "mesh": mesh, **strategy.asdict()}): (device, mesh, strategy)
+        for device, mesh, strategy in cells()
+        if arguments.device in ("", device) and arguments.target in ("", strategy.target)
+    }
+    store = Store(path, _key)
+    for key in itertools.islice(store.missing(wanted, arguments.seconds), arguments.limit):
         try:
-            row = measure(device, mesh, strategy)
+            row = measure(*wanted[key])
         except RuntimeError as error:  # the other rows are worth having
             failed += 1
-            print(f"{device} {mesh} {strategy.target} {strategy.drafter}: {error}", file=sys.stderr, flush=True)
+            print(f"{' '.join(map(str, key))}: {error}", file=sys.stderr, flush=True)
             continue
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        store.append(row)
         print(_line(row), flush=True)
-        arguments.limit = arguments.limit and arguments.limit - 1
     rows = read(path)
     (HERE / "memory_table.md").write_text(table(rows))
     if arguments.readme.is_file() and BEGIN in arguments.readme.read_text():
@@ -127,9 +126,8 @@ def main() -> int:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The rows that are done, in the order of `PLACES`."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     order = [_key({"device": device, "mesh": mesh, **strategy.asdict()}) for device, mesh, strategy in cells()]
-    return sorted(rows, key=lambda row: order.index(_key(row)))
+    return sorted(Store(path, _key).rows, key=lambda row: order.index(_key(row)))
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from specjax import testing
     from specjax.drafter import Drafter, Nothing
     from specjax.engine import Engine, Generation, Generations
+    from specjax.evaluate import Comparison, compare, summarize
     from specjax.exactness import assert_exact
     from specjax.language_model import LanguageModel, load_target
-    from specjax.notebook import account, summarize
+    from specjax.notebook import account
     from specjax.plugins import load_drafter, load_rule
     from specjax.sampling import make_sampling
     from specjax.types import Draft, Target
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Comparison",
     "Draft",
     "Drafter",
     "Engine",
@@ -37,6 +39,7 @@ __all__ = [
     "__version__",
     "account",
     "assert_exact",
+    "compare",
     "load_drafter",
     "load_rule",
     "load_target",
@@ -50,7 +53,8 @@ _MODULES = {
     "specjax.engine": ("Engine", "Generation", "Generations"),
     "specjax.exactness": ("assert_exact",),
     "specjax.language_model": ("LanguageModel", "load_target"),
-    "specjax.notebook": ("account", "summarize"),
+    "specjax.evaluate": ("Comparison", "compare", "summarize"),
+    "specjax.notebook": ("account",),
     "specjax.plugins": ("load_drafter", "load_rule"),
     "specjax.sampling": ("make_sampling",),
     "specjax.types": ("Draft", "Target"),

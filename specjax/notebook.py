@@ -6,28 +6,16 @@ specjax.account(target, drafter, batch=8, context=4096, device="h100")
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specjax import decode, memory, metrics, plugins
+from specjax import decode, memory, plugins
 from specjax.drafter import Drafter
-from specjax.generation import Generation
 from specjax.language_model import LanguageModel
 from specjax.memory.hardware import DEVICES
 from specjax.model import Llama
-
-
-def summarize(generations: Iterable[Generation], *, seed: int = 0) -> metrics.Summary:
-    """Acceptance length with its interval, rates and their course over the positions.
-
-    Args:
-      generations: of several prompts; those of several batches may be put together.
-      seed: of the interval's resampling.
-    """
-    return metrics.summarize([generation.counts for generation in generations], seed=seed)
 
 
 def account(

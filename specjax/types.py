@@ -223,7 +223,7 @@ class Text:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Counts:
-    """Raw counts, one entry a round: every ratio is computed from these, on the host (`specjax.metrics`).
+    """Raw counts, one entry a round: every ratio is computed from these, on the host (`specjax.evaluate.metrics`).
 
     A batch's are arrays on the device, one row's are numpy arrays of its rounds.
     """

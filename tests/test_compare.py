@@ -1,11 +1,10 @@
 """`specjax compare` on a tiny target: the table, the run folder, and every way in which a run may end early."""
 
-import argparse
 import dataclasses
 import errno
 import json
 import shutil
-import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,17 @@ import numpy as np
 import pytest
 from fixtures_cli import PROMPTS, question_file, tiny_checkpoint  # noqa: F401
 
-from specjax import cli, measure, records, summary, testing
-from specjax.cli import compare, options
+from specjax import Nothing, cli, evaluate, plugins, testing, verify, weights
+from specjax.cli import compare
 from specjax.cli.errors import Failure
-from specjax.cli.preparation import make_manifest, make_plan
 from specjax.engine import NotFiniteError
-from specjax.record import Record
-from specjax.records import RunFolder, RunFolderError
+from specjax.evaluate import measure, rows, run_folder
+from specjax.evaluate.comparison import Comparison
+from specjax.evaluate.preparation import prepare
+from specjax.evaluate.record import Record
+from specjax.evaluate.result import Result
+from specjax.evaluate.run_folder import RunFolder
+from specjax.evaluate.store import StoreError
 from specjax.types import Counts
 
 NGRAM = "ngram:num_speculative_tokens=2"
@@ -108,11 +111,9 @@ def test_the_manifest_says_what_the_tokens_depend_on(finished):
 
 def test_the_manifest_holds_hashes_of_a_drafters_own_code_and_weights(checkpoint, questions, tmp_path):
     (tmp_path / "mine.py").write_text("from specjax import Nothing\nclass Mine(Nothing): ...\n")
-    parser = argparse.ArgumentParser()
-    compare.add_arguments(parser)
-    arguments = ["--target", str(checkpoint), "--prompts", str(questions), "--max-new-tokens", "1"]
-    arguments += ["--drafter", f"{tmp_path}/mine.py:Mine", "--drafter", f"external:checkpoint={checkpoint}"]
-    files = make_manifest(make_plan(parser.parse_args(arguments)))["drafter_files"]
+    drafters = [f"{tmp_path}/mine.py:Mine", f"external:checkpoint={checkpoint}"]
+    comparison = Comparison(str(checkpoint), drafters, prompts=str(questions), max_new_tokens=1)
+    files = prepare(comparison).manifest()["drafter_files"]
     assert f"{tmp_path}/mine.py" in files
     assert f"{checkpoint}/model.json" in files
     assert all(len(digest) == 64 for digest in files.values())
@@ -189,8 +190,8 @@ def test_names_are_no_markup_and_no_formulas(command, tmp_path, capsys):
 
 def test_a_default_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "runs").write_text("")
-    with pytest.raises(RunFolderError, match="can't be read .*: name one with --out"):
-        records.default_folder("2026-01-01", "compare", {}, tmp_path / "runs")
+    with pytest.raises(StoreError, match="can't be read .*: name one with --out"):
+        run_folder.default_folder("2026-01-01", "compare", {}, tmp_path / "runs")
 
 
 def test_a_picture_that_cannot_be_written_says_what_was_kept(command, tmp_path, monkeypatch, capsys):
@@ -211,7 +212,7 @@ def test_a_folder_of_other_things_is_refused(command, tmp_path, capsys):
 
 
 def test_an_unwritable_folder_is_refused_before_weights_are_read(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(options.Subject, "load", None)
+    monkeypatch.setattr(weights.Checkpoint, "load", None)
     (tmp_path / "file").write_text("")
     assert command(tmp_path / "file" / "run") == 2
     message = capsys.readouterr().err
@@ -220,8 +221,8 @@ def test_an_unwritable_folder_is_refused_before_weights_are_read(command, tmp_pa
 
 
 def test_too_little_space_is_refused_before_weights_are_read(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(options.Subject, "load", None)
-    monkeypatch.setattr(records.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
+    monkeypatch.setattr(weights.Checkpoint, "load", None)
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
     assert command(tmp_path / "run") == 2
     assert "less than 16 MiB are free" in capsys.readouterr().err
 
@@ -235,7 +236,7 @@ def test_a_disk_that_fills_up_midway_says_what_was_kept(command, tmp_path, monke
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(records.os, "fsync", fsync)
+        patch.setattr(run_folder.os, "fsync", fsync)
         assert command(tmp_path / "run") == 1
     message = capsys.readouterr().err
     assert "can't be written any more (No space left on device). What was decoded before is kept" in message
@@ -266,10 +267,10 @@ def test_logits_that_are_not_finite_end_the_run_with_a_message_and_keep_the_rest
 
 def test_the_row_whose_logits_are_not_finite_is_named_not_the_last_of_its_batch():
     broken = dataclasses.replace(record("none", "a", [1]), finish="not_finite")
-    plan = types.SimpleNamespace(drafters={"none": None}, chosen={"a": None, "b": None})
-    run = compare.Run(plan, types.SimpleNamespace(path="run"), {}, "s", [broken, record("none", "b", [1, 2])])
+    records = (broken, record("none", "b", [1, 2]))
+    result = Result(Comparison(), {"rows": [], "title": ""}, records, 2, Path("run"), NotFiniteError(0, 3, []))
     with pytest.raises(Failure, match="none, a: target logits of row 0 .* 1 of 2 results are kept in run"):
-        compare._say_goodbye(run, NotFiniteError(0, 3, []))
+        compare._say_goodbye(result, Path("run"))
 
 
 def test_a_sampled_run_claims_no_greedy_equality(command, tmp_path, capsys):
@@ -291,13 +292,13 @@ def test_prompts_decoded_together_get_the_same_tokens(finished, checkpoint, ques
 
 def test_a_default_folder_continues_its_run_and_never_takes_a_complete_or_other_one(tmp_path):
     manifest = {"seed": 1, "created": "now"}
-    first = records.default_folder("2026-01-01", "compare", manifest, tmp_path)
+    first = run_folder.default_folder("2026-01-01", "compare", manifest, tmp_path)
     assert first.name == "2026-01-01-compare"
     RunFolder.open(first, manifest)
-    assert records.default_folder("2026-01-01", "compare", manifest | {"created": "later"}, tmp_path) == first
-    assert records.default_folder("2026-01-01", "compare", {"seed": 2}, tmp_path).name == "2026-01-01-compare-2"
-    records.write_json(first / "summary.json", {"complete": True})
-    assert records.default_folder("2026-01-01", "compare", manifest, tmp_path).name == "2026-01-01-compare-2"
+    assert run_folder.default_folder("2026-01-01", "compare", manifest | {"created": "later"}, tmp_path) == first
+    assert run_folder.default_folder("2026-01-01", "compare", {"seed": 2}, tmp_path).name == "2026-01-01-compare-2"
+    run_folder.write_json(first / "summary.json", {"complete": True})
+    assert run_folder.default_folder("2026-01-01", "compare", manifest, tmp_path).name == "2026-01-01-compare-2"
 
 
 def test_a_damaged_line_in_the_middle_is_named(finished, tmp_path):
@@ -305,7 +306,7 @@ def test_a_damaged_line_in_the_middle_is_named(finished, tmp_path):
     file = tmp_path / "run" / "prompts.jsonl"
     first, *rest = file.read_text().splitlines(keepends=True)
     file.write_text(first[:50] + "\n" + "".join(rest))
-    with pytest.raises(RunFolderError, match="line 1 is damaged"):
+    with pytest.raises(StoreError, match="line 1 is damaged"):
         RunFolder.open(tmp_path / "run", json.loads((finished / "manifest.json").read_text()))
 
 
@@ -313,7 +314,7 @@ def test_bytes_that_are_no_text_are_a_damaged_line(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     file = tmp_path / "run" / "prompts.jsonl"
     file.write_bytes(b"\xff\xfe\n" + file.read_bytes())
-    with pytest.raises(RunFolderError, match="line 1 is damaged"):
+    with pytest.raises(StoreError, match="line 1 is damaged"):
         RunFolder.open(tmp_path / "run", json.loads((finished / "manifest.json").read_text()))
 
 
@@ -327,7 +328,7 @@ def test_a_text_with_rare_line_ends_is_one_record(tmp_path):
     written = dataclasses.replace(record("none", "q", [1, 2]), text="a\u2028b\x85c\x1cd\re\nf")
     folder.append(written)
     folder.close()
-    [found] = RunFolder.open(tmp_path, {}).records
+    [found] = RunFolder.open(tmp_path, {}).store.rows
     assert found.text == written.text
 
 
@@ -342,8 +343,8 @@ def record(drafter, question_id, tokens, *, decode_s=1.0, session="s"):
 
 
 KNOWN = {
-    "none": summary.Measured("Nothing()", "", exact=True, draft_s=0.0, verify_s=0.1),
-    "x": summary.Measured("X()", "untrained", exact=True, draft_s=0.1, verify_s=0.1),
+    "none": rows.Contender("Nothing()", "", exact=True, draft_s=0.0, verify_s=0.1),
+    "x": rows.Contender("X()", "untrained", exact=True, draft_s=0.1, verify_s=0.1),
 }
 
 
@@ -353,7 +354,7 @@ def test_a_speedup_compares_prompts_that_both_decoded_in_one_session():
         record("none", "b", [1] * 11, decode_s=1.0, session="t"), record("x", "b", [1] * 11, decode_s=9.0),
         record("x", "c", [1] * 11, decode_s=9.0),
     ]  # fmt: skip
-    plain, other = summary.make_rows(KNOWN, taken, greedy=True)
+    plain, other = rows.make_rows(KNOWN, taken, greedy=True)
     assert plain["speedup"] == 1.0
     assert other["speedup"] == 2.0
     assert other["tokens_per_second"] == pytest.approx(30 / 19)
@@ -362,38 +363,35 @@ def test_a_speedup_compares_prompts_that_both_decoded_in_one_session():
 
 def test_a_drafter_that_does_not_pay_is_told_so_and_its_label_stands_by_it():
     taken = [record("none", "a", [1] * 5), record("x", "a", [1] * 5, decode_s=4.0)]
-    _, row = summary.make_rows(KNOWN, taken, greedy=True)
+    _, row = rows.make_rows(KNOWN, taken, greedy=True)
     assert row["notes"][:2] == ["untrained", "does not pay here: 0.25 x the speed of none"]
 
 
 def test_an_approximate_rule_is_told():
-    known = {"none": KNOWN["none"], "x": summary.Measured("X()", "", exact=False)}
-    _, row = summary.make_rows(known, [record("none", "a", [1, 2]), record("x", "a", [1, 2])], greedy=True)
+    known = {"none": KNOWN["none"], "x": rows.Contender("X()", "", exact=False)}
+    _, row = rows.make_rows(known, [record("none", "a", [1, 2]), record("x", "a", [1, 2])], greedy=True)
     assert "approximate: the rule does not keep the target's law" in row["notes"]
 
 
 def test_a_window_wider_than_the_smallest_size_gets_a_larger_one(checkpoint, questions, monkeypatch):
-    monkeypatch.setattr("specjax.cli.preparation.SMALLEST_CAPACITY", 32)
-    parser = argparse.ArgumentParser()
-    compare.add_arguments(parser)
-    arguments = ["--target", str(checkpoint), "--prompts", str(questions), "--max-new-tokens", "1", "--drafter"]
-    assert make_plan(parser.parse_args([*arguments, "ngram:num_speculative_tokens=200"])).capacity("101") > 200
-    assert make_plan(parser.parse_args([*arguments, "ngram:num_speculative_tokens=2"])).capacity("101") == 128
+    monkeypatch.setattr("specjax.evaluate.preparation.SMALLEST_CAPACITY", 32)
+    comparison = Comparison(str(checkpoint), [NGRAM], prompts=str(questions), max_new_tokens=1)
+    wide = dataclasses.replace(comparison, drafters=["ngram:num_speculative_tokens=200"])
+    assert prepare(wide).capacity("101") > 200
+    assert prepare(comparison).capacity("101") == 128
 
 
 def test_the_default_takes_one_prompt_of_each_kind_that_fits_the_smallest_size(checkpoint, questions, tmp_path):
-    def chosen(*arguments):
-        parser = argparse.ArgumentParser()
-        compare.add_arguments(parser)
-        return list(make_plan(parser.parse_args(["--target", str(checkpoint), *arguments])).chosen)
+    def chosen(file, **settings):
+        return list(prepare(Comparison(str(checkpoint), prompts=str(file), **settings)).chosen)
 
-    assert chosen("--prompts", str(questions)) == ["81", "101"]
-    assert chosen("--prompts", str(questions), "--category", "math") == ["101"]
-    assert chosen("--prompts", str(questions), "--all") == ["81", "82", "101"]
+    assert chosen(questions) == ["81", "101"]
+    assert chosen(questions, categories=["math"]) == ["101"]
+    assert chosen(questions, all=True) == ["81", "82", "101"]
     long = {"question_id": "long", "category": "math", "turns": ["x" * 200]}  # fits the context of 256 without 40 more
     longer = tmp_path / "longer.jsonl"
     longer.write_text(questions.read_text() + json.dumps(long))
-    assert chosen("--prompts", str(longer), "--max-new-tokens", "40") == ["81", "101"]
+    assert chosen(longer, max_new_tokens=40) == ["81", "101"]
 
 
 @pytest.mark.parametrize(
@@ -402,12 +400,12 @@ def test_the_default_takes_one_prompt_of_each_kind_that_fits_the_smallest_size(c
 def test_a_greedy_difference_is_reported_where_it_begins(tokens, position, token):
     taken = [record("none", "a", [7, 7]), record("x", "a", [7, 7])]
     taken += [record("none", "b", [1, 2, 3, 4]), record("x", "b", tokens)]
-    _, row = summary.make_rows(KNOWN, taken, greedy=True)
+    _, row = rows.make_rows(KNOWN, taken, greedy=True)
     assert row["greedy_equal"] is False
     difference = row["greedy_difference"]
     assert (difference["question_id"], difference["position"], difference["token"]) == ("b", position, token)
     assert any("first in b at token" in note for note in row["notes"])
-    _, sampled = summary.make_rows(KNOWN, taken, greedy=False)
+    _, sampled = rows.make_rows(KNOWN, taken, greedy=False)
     assert sampled["greedy_equal"] is None
 
 
@@ -417,6 +415,82 @@ def test_the_margin_is_the_distance_of_the_two_largest_logits():
     laws[:, 2], laws[:, 3] = 0.5, 0.3
     found = measure.margin(model, testing.table_params(laws), [0, 1, 2], jnp.float32)
     assert found == pytest.approx(np.log(0.5 / 0.3), abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def small(checkpoint, questions):
+    """What the command of these tests does, as a value."""
+    return Comparison(str(checkpoint), [NGRAM], prompts=str(questions), max_new_tokens=BUDGET, limit=3)
+
+
+def test_a_comparison_gives_the_commands_records_without_a_command_line(small, finished, tmp_path):
+    result = evaluate.compare(small, tmp_path / "run", progress=None)
+    assert tokens_by_key(tmp_path / "run") == tokens_by_key(finished)
+    counts = {(line["drafter"], line["question_id"]): line["counts"] for line in lines(finished)}
+    assert {(r.drafter, r.question_id): json.loads(r.line())["counts"] for r in result.records} == counts
+    manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (tmp_path / "run", finished)]
+    assert {**manifests[0], "command": manifests[1]["command"]} | {"created": ""} == manifests[1] | {"created": ""}
+    rows = json.loads((finished / "summary.json").read_text())["rows"]
+    assert [row["acceptance_length"] for row in result.rows] == [row["acceptance_length"] for row in rows]
+    assert (result.total, result.done, result.stopped) == (6, 6, None)
+
+
+def test_the_commands_folder_is_read_by_a_notebook_and_decoded_no_further(small, finished, monkeypatch):
+    monkeypatch.setattr(measure, "decode_batch", None)
+    result = evaluate.compare(small, finished)
+    assert result.summary == json.loads((finished / "summary.json").read_text())
+
+
+def test_a_result_in_memory_prints_as_the_table(small, capsys):
+    result = evaluate.compare(dataclasses.replace(small, limit=1))
+    assert result.folder is None
+    for shown in (repr(result), result._repr_html_()):
+        assert all(text in shown for text in (NGRAM, "acceptance length, pooled", "1 of 3 prompts"))
+    assert "ngram:num_speculative_tokens=2: compiling for 256 slots" in capsys.readouterr().err
+
+
+def test_an_interrupted_comparison_keeps_what_is_done_and_says_so(small, monkeypatch):
+    count_decodings(monkeypatch, stop_at=4)
+    result = evaluate.compare(small, progress=None)
+    assert isinstance(result.stopped, KeyboardInterrupt)
+    assert (result.done, len(result.records)) == (3, 3)
+    assert "stopped after 3 of 6 results: KeyboardInterrupt" in repr(result)
+
+
+def test_a_comparison_is_equal_by_value_however_its_drafters_were_given():
+    text, made = (
+        Comparison(drafters=["ngram:prompt_lookup_max=2"]),
+        plugins.load_drafter("ngram", {"prompt_lookup_max": "2"}),
+    )
+    for drafters in ([made], {"ngram:prompt_lookup_max=2": made}, ["none", made], text.drafters):
+        same = Comparison(drafters=drafters)
+        assert same == text
+        assert hash(same) == hash(text)
+        assert repr(same) == repr(text)
+    assert dataclasses.replace(text, seed=1) != text
+    assert list(Comparison(drafters={"mine": made}).strategies) == ["none", "mine"]
+    assert Comparison(rule="match") == Comparison(rule=verify.Match())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"limit": 0}, "limit=0: must be at least 1"),
+        ({"batch_size": 0}, "batch_size=0: must be at least 1"),
+        ({"limit": 1, "all": True}, "limit=1 and all=True: give one of them"),
+        ({"rule": "hopeful"}, "unknown rule 'hopeful': choose from token"),
+        ({"drafters": ["eagle9"]}, "unknown drafter 'eagle9'"),
+        ({"drafters": [("a", Nothing()), "ngram", ("ngram", Nothing())]}, "two drafters are named 'ngram'"),
+    ],
+)
+def test_a_comparison_that_makes_no_sense_is_refused_when_it_is_made(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Comparison(**settings)
+
+
+def test_texts_are_prompts_and_all_of_them_are_chosen(checkpoint):
+    task = prepare(Comparison(str(checkpoint), prompts=["The sea.", "What is 2 + 2?"], max_new_tokens=8))
+    assert [prompt.text for prompt in task.chosen.values()] == ["The sea.", "What is 2 + 2?"]
 
 
 def count_decodings(monkeypatch, stop_at=None):

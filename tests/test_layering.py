@@ -20,7 +20,6 @@ ALLOWED = {
     "decode": {*BASE, "cache", "verify", "drafter"},
     "engine": {*BASE, "decode", "verify", "drafter", "text", "offload"},
     "offload": {"types"},
-    "metrics": {"types"},
 }
 """Modules under specjax that a module may import; those that are not named may import anything but drafters."""
 
@@ -54,6 +53,16 @@ def test_specjax_never_imports_drafters_or_experiments():
     for path in PACKAGE.rglob("*.py"):
         names = imported(path)
         assert not {n for n in names if n.startswith(("specjax.drafters", "specjax.experiments"))}, path
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "evaluate").rglob("*.py")), ids=lambda path: path.stem)
+def test_what_a_notebook_does_needs_no_command_line(path):
+    tree = ast.walk(ast.parse(path.read_text()))
+    names = {alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names}
+    tree = ast.walk(ast.parse(path.read_text()))
+    names |= {node.module or "" for node in tree if isinstance(node, ast.ImportFrom)} | imported(path)
+    assert not {name for name in names if name.partition(".")[0] in ("argparse", "rich")}
+    assert not {name for name in names if name.startswith("specjax.cli")}
 
 
 def test_drafters_never_import_each_other_nor_experiments():

@@ -9,10 +9,11 @@ import pytest
 from fixtures_memory import preset  # noqa: F401
 from scipy import stats
 
-from specjax import cli, load, testing
+from specjax import cli, testing
+from specjax.evaluate import under_load
+from specjax.evaluate.record import Record
 from specjax.memory import rates
 from specjax.memory.acceptance import read_run
-from specjax.record import Record
 from specjax.testing import tiny_config
 from specjax.types import Counts
 
@@ -36,7 +37,7 @@ def test_an_acceptance_that_falls_is_warned_of_and_a_steady_one_is_not():
     rng = np.random.default_rng(0)
     steady = [record(1 + rng.binomial(WINDOW, 0.5, 60), f"steady-{i}") for i in range(20)]
     falling = record(1 + rng.binomial(WINDOW, np.linspace(0.9, 0.1, 60)), "falling")
-    found = load.trends([*steady, falling])
+    found = under_load.trends([*steady, falling])
     assert [trend.question_id for trend in found if trend.falling] == ["falling"]
     last = found[-1]
     assert last.first_half > last.second_half
@@ -46,7 +47,7 @@ def test_an_acceptance_that_falls_is_warned_of_and_a_steady_one_is_not():
 def test_false_alarms_stay_at_the_level_over_all_requests():
     rng = np.random.default_rng(1)
     runs = [[record(1 + rng.binomial(WINDOW, 0.5, 40)) for _ in range(10)] for _ in range(100)]
-    alarms = sum(any(trend.falling for trend in load.trends(requests)) for requests in runs)
+    alarms = sum(any(trend.falling for trend in under_load.trends(requests)) for requests in runs)
     assert alarms <= 5  # of 100 at level 0.01: more than 5 come with probability 5e-4
 
 
@@ -54,34 +55,34 @@ def test_rounds_that_the_end_shortened_and_short_requests_are_left_out():
     emitted = [3] * 10 + [1] * 10
     cut = record(emitted)
     counts = dataclasses.replace(cut.counts, cut=np.asarray([False] * 10 + [True] * 10))
-    [trend] = load.trends([dataclasses.replace(cut, counts=counts), record([1] * 7)])
+    [trend] = under_load.trends([dataclasses.replace(cut, counts=counts), record([1] * 7)])
     assert (trend.rounds, trend.falling, trend.p_value) == (10, False, 1.0)
 
 
 def test_the_effective_batch_is_what_still_decodes():
     together = [record([1] * n, f"q{n}", batch_rows=2, decode_s=0.5) for n in (10, 4)]
-    assert load.effective_batch(together) == {"rows": 2.0, "effective": 1.4, "share": 0.7}
-    assert load.effective_batch([record([1, 2])]) is None
+    assert under_load.effective_batch(together) == {"rows": 2.0, "effective": 1.4, "share": 0.7}
+    assert under_load.effective_batch([record([1, 2])]) is None
 
 
 def test_bursts_are_runs_of_rejecting_rounds_and_cost_a_round_a_token():
-    found = load.bursts([record([5, 1, 1, 1, 5, 1])])
+    found = under_load.bursts([record([5, 1, 1, 1, 5, 1])])
     assert found["longest"] == 3
     assert found["rejected_rounds"] == pytest.approx(4 / 6)
     assert found["p50_s"] == pytest.approx(0.01 / 5)
     assert found["spike"] == pytest.approx(5)
-    assert load.bursts([record([1, 1], tested=False)]) is None
-    assert load.runs(np.asarray([True, False, True, True])) == [1, 2]
-    assert load.bursts([record([1, 5], decode_s=0.0)])["spike"] == 1
+    assert under_load.bursts([record([1, 1], tested=False)]) is None
+    assert under_load.runs(np.asarray([True, False, True, True])) == [1, 2]
+    assert under_load.bursts([record([1, 5], decode_s=0.0)])["spike"] == 1
 
 
 def test_clustering_is_the_test_of_wald_and_wolfowitz():
     flags = np.asarray([True] * 5 + [False] * 5)  # 2 runs; 6 expected, of variance 5 * 4 / 9
-    assert load.clustering([flags]) == pytest.approx(stats.norm.cdf((2 - 6 + 1) / np.sqrt(20 / 9)))
+    assert under_load.clustering([flags]) == pytest.approx(stats.norm.cdf((2 - 6 + 1) / np.sqrt(20 / 9)))
     pooled = stats.norm.cdf((2 * (2 - 6) + 1) / np.sqrt(2 * 20 / 9))
     one_kind = np.ones(9, bool)
-    assert load.clustering([flags, one_kind, flags, flags[:0]]) == pytest.approx(pooled)
-    assert load.clustering([one_kind]) == 1
+    assert under_load.clustering([flags, one_kind, flags, flags[:0]]) == pytest.approx(pooled)
+    assert under_load.clustering([one_kind]) == 1
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.7, 0.97])
@@ -90,37 +91,37 @@ def test_independent_acceptances_are_no_bursts(alpha):
     seen = 0
     for _ in range(200):
         request = record(1 + (rng.random((100, WINDOW)) < alpha).cumprod(1).sum(1))
-        seen += load.fingerprints([request], {}, "")[1].seen
-    assert seen <= stats.binom.isf(1e-3, 200, load.LEVEL)
+        seen += under_load.fingerprints([request], {}, "")[1].seen
+    assert seen <= stats.binom.isf(1e-3, 200, under_load.LEVEL)
 
 
 def test_rejections_that_cluster_are_seen_with_their_p_value():
     rng = np.random.default_rng(4)
     rejects = np.repeat(rng.random(20) < 0.4, 5)  # as often as not, but five rounds at a time
-    found = load.fingerprints([record(np.where(rejects, 1, 5))], {}, "")[1]
+    found = under_load.fingerprints([record(np.where(rejects, 1, 5))], {}, "")[1]
     assert found.seen is True
     assert "p = " in found.text
-    mixed = load.fingerprints([record(np.where(rng.permutation(rejects), 1, 5))], {}, "")[1]
+    mixed = under_load.fingerprints([record(np.where(rng.permutation(rejects), 1, 5))], {}, "")[1]
     assert mixed.seen is False
 
 
 def test_a_round_that_drafted_nothing_is_no_rejection_and_parts_no_run():
     drafts = record([1, 1, 1, 1, 1, 1, 5, 5, 5, 5, 5, 5])
     tested = np.asarray([4, 0, 4, 4, 0, 4, 4, 4, 4, 4, 4, 4])
-    found = load.bursts([dataclasses.replace(drafts, counts=dataclasses.replace(drafts.counts, tested=tested))])
+    found = under_load.bursts([dataclasses.replace(drafts, counts=dataclasses.replace(drafts.counts, tested=tested))])
     assert found["rejected_rounds"] == pytest.approx(4 / 10)
-    assert found["p_value"] == load.clustering([np.arange(10) < 4])
+    assert found["p_value"] == under_load.clustering([np.arange(10) < 4])
     assert found["longest"] == 4
 
 
 def test_what_the_records_cannot_show_is_named():
-    prints = load.fingerprints([record([1, 1], tested=False)], {}, "nobody looked")
+    prints = under_load.fingerprints([record([1, 1], tested=False)], {}, "nobody looked")
     assert [found.seen for found in prints] == [None] * 4
     assert all("not observable" in found.text for found in prints)
     assert prints[2].text == "not observable: nobody looked"
     row = {"offloaded_bytes": 10**9, "fetch_s": 0.5, "draft_s": 0.0, "verify_s": 0.0}
-    assert load.fingerprints([record([1, 1])], row, "")[3].seen is None
-    assert load.bursts([record([])]) is None
+    assert under_load.fingerprints([record([1, 1])], row, "")[3].seen is None
+    assert under_load.bursts([record([])]) is None
 
 
 def test_each_fingerprint_is_seen_where_it_is():
@@ -128,12 +129,12 @@ def test_each_fingerprint_is_seen_where_it_is():
     rows = [record(emitted, batch_rows=2, decode_s=0.5) for emitted in rounds]
     row = {"offloaded_bytes": 10**9, "fetch_s": 0.5, "draft_s": 0.1, "verify_s": 0.1}
     rates = {"bytes_per_s": 8e11, "flop_per_s": 1.6e12, "ridge": 200.0, "share": 0.8}
-    prints = load.fingerprints(rows, row, rates)
+    prints = under_load.fingerprints(rows, row, rates)
     assert [found.seen for found in prints] == [True, True, True, True]
-    busy = load.fingerprints(rows, row | {"fetch_s": 0.01}, rates | {"flop_per_s": 8e14})
+    busy = under_load.fingerprints(rows, row | {"fetch_s": 0.01}, rates | {"flop_per_s": 8e14})
     assert [found.seen for found in busy[2:]] == [False, False]
     even = [record([5, 1] * n, batch_rows=2, decode_s=0.5) for n in (10, 8)]  # 18 of 20 slots decode, no run is long
-    assert [found.seen for found in load.fingerprints(even, {}, "")[:2]] == [False, False]
+    assert [found.seen for found in under_load.fingerprints(even, {}, "")[:2]] == [False, False]
 
 
 @pytest.fixture

@@ -2,21 +2,24 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from specjax import engine, metrics, testing
+from specjax import engine, testing
+from specjax.evaluate import metrics
+from specjax.language_model import LanguageModel
 from specjax.types import Counts
 
 
 def counts(drafted, accepted, emitted, *, tested=None, overlap=None, cut=None):
-    """Counts of one prompt; by default every round tests up to its first rejection and is not cut."""
+    """A prompt's result; by default every round tests up to its first rejection and is not cut."""
     drafted, accepted, emitted = (np.asarray(x, np.int32) for x in (drafted, accepted, emitted))
     tested = np.minimum(accepted + 1, drafted) if tested is None else np.asarray(tested, np.int32)
     overlap = np.zeros(drafted.shape, np.float32) if overlap is None else np.asarray(overlap, np.float32)
     cut = np.zeros(drafted.shape, bool) if cut is None else np.asarray(cut, bool)
-    return Counts(drafted, tested, accepted, emitted, overlap, cut)
+    return SimpleNamespace(counts=Counts(drafted, tested, accepted, emitted, overlap, cut))
 
 
 def rounds(num_tokens, accepted):
@@ -135,11 +138,24 @@ def test_the_models_estimate_divides_tokens_by_the_cost_of_a_round():
     assert metrics.expected_speedup(1.0, 0.0, 0.0, 1.0) is None
 
 
+def test_the_histogram_counts_rounds_by_what_they_emitted_and_the_summary_prints_it():
+    summary = metrics.summarize([rounds(4, [4, 0, 2]), rounds(4, [0])])
+    assert summary.emitted_histogram == (0, 2, 0, 1, 0, 1)
+    assert sum(tokens * count for tokens, count in enumerate(summary.emitted_histogram)) == summary.emitted
+    assert repr(summary).splitlines()[0].split() == ["acceptance", "length,", "pooled", "2.50"]
+    assert "95 % interval over prompts" in repr(summary)
+    assert "  1 tokens" in repr(summary)
+    assert summary._repr_html_().count("<tr>") == len(repr(summary).splitlines()) + 1
+    assert summary.as_json()["emitted_histogram"] == [0, 2, 0, 1, 0, 1]
+
+
 @pytest.fixture(scope="module")
 def decode():
     """Decode two prompts with a drafter that is always right, on a target that compiles fast."""
     laws = np.random.default_rng(0).dirichlet(np.ones(7), 8)
-    perfect = engine.Engine(testing.TableModel(7, order=1), testing.table_params(laws), testing.Self(3))
+    perfect = engine.Engine(
+        LanguageModel.of(testing.TableModel(7, order=1), testing.table_params(laws)), testing.Self(3)
+    )
     return lambda budget: perfect.generate([[1, 2, 3], [4]], max_new_tokens=budget, seed=0)
 
 
@@ -147,7 +163,7 @@ def test_real_counts_add_up_to_the_text_and_the_first_token_is_in_no_round(decod
     generations = decode(14)
     for generation in generations:
         assert sum(generation.counts.emitted) == len(generation.tokens) - 1
-    summary = metrics.summarize([generation.counts for generation in generations])
+    summary = metrics.summarize(generations)
     assert summary.acceptance_length == pytest.approx(13 / 4)  # 3 full rounds of 4, and the last token
     assert summary.per_position == (1.0, 1.0, 1.0)
     assert summary.acceptance_rate == 1.0
@@ -155,7 +171,7 @@ def test_real_counts_add_up_to_the_text_and_the_first_token_is_in_no_round(decod
 
 @pytest.mark.parametrize("budget", [0, 1])
 def test_a_request_without_rounds_is_no_division_by_zero(decode, budget):
-    summary = metrics.summarize([generation.counts for generation in decode(budget)])
+    summary = metrics.summarize(decode(budget))
     assert summary.rounds == 0
     assert summary.acceptance_length is None
     assert not any(isinstance(value, float) and math.isnan(value) for value in summary.as_json().values())

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from fixtures_cli import PROMPTS, question_file  # noqa: F401
 
-from specjax import prompts
+from specjax.evaluate import prompts
 
 
 def test_the_built_in_set_has_at_least_60_prompts_of_seven_kinds():

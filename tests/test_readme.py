@@ -1,13 +1,12 @@
 """What the README says works: its commands stand there as they are, and its drafter is a drafter."""
 
-import json
 import re
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specjax.experiments import calibration_tables
+from specjax.experiments import calibration, calibration_tables
 
 from specjax import Engine, Nothing, cli, drafter, make_sampling, testing
 from specjax.exactness import lab
@@ -38,7 +37,7 @@ def test_the_table_of_a_real_run_stands_there():
 
 
 def test_its_tables_of_the_exactness_lab_are_those_of_the_committed_study():
-    done = json.loads((Path(__file__).parents[1] / "experiments" / "calibration.json").read_text())
+    done = calibration.results(calibration.open_store())
     assert calibration_tables.into_readme(README, done) == README
     assert all(row["holds"] for row in calibration_tables.rates(done).values())
     rows = {row["name"]: row for name, part in done.items() if name.startswith("mutants: ") for row in part}

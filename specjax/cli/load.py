@@ -6,16 +6,14 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from specjax import load
 from specjax.cli.errors import refusing
 from specjax.cli.table import make_console
-from specjax.memory import hardware, rates
-from specjax.records import read_run
+from specjax.evaluate.under_load import diagnose
+from specjax.memory import hardware
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,49 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what the records say, a drafter at a time."""
     with refusing():
-        summary, manifest, records = read_run(args.folder)
-        device = hardware.find(args.device) if args.device else None
-    found = {}
-    for row in summary["rows"]:
-        own = [record for record in records if record.drafter == row["drafter"]]
-        timed = min((record.capacity for record in records), default=summary.get("capacity", 0))
-        achieved = rates.of_row(row, manifest, timed, device)
-        found[row["drafter"]] = (load.trends(own), load.fingerprints(own, row, achieved))
+        found = diagnose(args.folder, args.device)
     if args.json:
-        print(json.dumps({name: _plain(*pair) for name, pair in found.items()}, indent=1))
+        print(json.dumps({name: dataclasses.asdict(diagnosis) for name, diagnosis in found.items()}, indent=1))
         return 0
     console = make_console()
-    for name, (trends, prints) in found.items():
-        console.print(Text(name, "bold"), *_warnings(trends), _table(prints), sep="\n")
+    for name, diagnosis in found.items():
+        shown = Table.grid(padding=(0, 2))
+        for fingerprint in diagnosis.fingerprints:
+            shown.add_row("", fingerprint.shown, fingerprint.name, fingerprint.text)
+        console.print(Text(name, "bold"), *(f"  {warning}" for warning in diagnosis.warnings), shown, sep="\n")
     return 0
-
-
-def _warnings(trends: list[load.Trend]) -> list[str]:
-    falling = [trend for trend in trends if trend.falling]
-    if not trends:
-        return [f"  falling acceptance: not observable: no request has {load.SHORTEST} whole rounds"]
-    if not falling:
-        return [
-            f"  falling acceptance: none of {len(trends)} requests (Kendall's tau, Holm at {load.LEVEL:g}, and a fall "
-            f"of {load.FALL:.0%} from the first half to the second)"
-        ]
-    return [
-        f"  WARNING {trend.question_id}: {trend.first_half:.2f} tokens a round, then {trend.second_half:.2f} "
-        f"(p = {trend.p_value:.1e}, {trend.rounds} rounds)"
-        for trend in falling
-    ]
-
-
-def _table(prints: list[load.Fingerprint]) -> Table:
-    shown = Table.grid(padding=(0, 2))
-    for found in prints:
-        seen = {True: "yes", False: "no", None: "?"}[found.seen]
-        shown.add_row("", seen, found.name, found.text)
-    return shown
-
-
-def _plain(trends: list[load.Trend], prints: list[load.Fingerprint]) -> dict[str, Any]:
-    return {
-        "trends": [dataclasses.asdict(trend) for trend in trends],
-        "fingerprints": [dataclasses.asdict(found) for found in prints],
-    }

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from specjax import plugins, sampling, verify
 from specjax.cli.errors import Refusal
 from specjax.drafter import Drafter
-from specjax.engine import LanguageModel, load_target
-from specjax.types import Sampling
+from specjax.evaluate.comparison import DEFAULT_TARGET
 
-DEFAULT_TARGET = "smollm2-135m"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -39,29 +37,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", help="system prompt")
 
 
-def open_subject(args: argparse.Namespace) -> LanguageModel:
-    """Find the target and read its description."""
-    return load_target(args.target, dtype=args.dtype)
-
-
-def load_rule(args: argparse.Namespace) -> verify.Rule:
-    """The rule that `--rule` names."""
-    return plugins.load_rule(args.rule)
-
-
-def make_sampling(args: argparse.Namespace, batch: int) -> Sampling:
-    """The sampling options, checked, for a batch."""
-    return sampling.make_sampling(batch, args.temperature, args.top_k, args.top_p, args.min_p)
-
-
-def load_drafters(specs: Sequence[str], settings: Sequence[str], target: LanguageModel) -> dict[str, Drafter]:
+def load_drafters(specs: Sequence[str], settings: Sequence[str]) -> dict[str, Drafter]:
     """Build drafters from their texts (`specjax.plugins`) and the `--set` options; each is named by its whole text.
 
     A `--set` without a drafter's name goes to every drafter that has the field, `none` aside; what stands
     behind a drafter's own name comes last.
 
     Raises:
-      ValueError: an unknown drafter, field or value, or a drafter that can't serve the target.
+      ValueError: an unknown drafter, field or value.
     """
     drafters: dict[str, Drafter] = {}
     parsed = [_parse_setting(text) for text in settings]
@@ -75,7 +58,6 @@ def load_drafters(specs: Sequence[str], settings: Sequence[str], target: Languag
                 values[field] = value
                 used.add(index)
         drafters[spec] = plugins.load_drafter(spec, values)
-        target.check(drafters[spec])
     for index, (owner, field, _) in enumerate(parsed):
         if index not in used:
             _refuse_setting(owner, field, [plugins.split(spec)[0] for spec in specs])

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
-import time
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from specjax.evaluate.progress import Lines
 
-class Progress:
+
+class Progress(Lines):
     """Counts finished decodings, and says what is being done."""
 
     def __init__(self, total: int):
-        self.total, self.done, self.begin = total, 0, time.monotonic()
+        super().__init__(total)
         self.bar: Bar | None = None
         if sys.stderr.isatty():
             columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
@@ -23,7 +25,7 @@ class Progress:
             self.bar = Bar(*columns, text, console=Console(stderr=True), transient=True)
             self.task = self.bar.add_task("", total=total)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         if self.bar is not None:
             self.bar.start()
         return self
@@ -39,11 +41,10 @@ class Progress:
         if self.bar is not None:
             self.bar.update(self.task, description=text)
         else:
-            elapsed = time.monotonic() - self.begin
-            print(f"[{self.done:3}/{self.total} {elapsed:5.0f} s] {text}", file=sys.stderr, flush=True)
+            super().describe(text)
 
     def advance(self, count: int) -> None:
         """Count what is finished."""
-        self.done += count
+        super().advance(count)
         if self.bar is not None:
             self.bar.advance(self.task, count)

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from specjax import records as records_of
 from specjax.drafter import Drafter
+from specjax.evaluate import run_folder as records_of
 from specjax.memory.account import Account
 from specjax.memory.hardware import GiB
 from specjax.memory.strategy import Strategy

@@ -49,18 +49,20 @@ def builtin() -> PromptSet:
     return _read("builtin", file.read_bytes())
 
 
-def load(path: str | Path | None = None) -> PromptSet:
-    """Read a file of prompts; without one, the prompts that come with specjax.
+def load(source: str | Path | Sequence[str] | None = None) -> PromptSet:
+    """Read a file of prompts, or take texts; without either, the prompts that come with specjax.
 
     Raises:
       ValueError: no such file, or a line that is no prompt, named.
     """
-    if path is None:
+    if source is None:
         return builtin()
+    if not isinstance(source, str | Path):
+        return _read("texts", "\n".join(json.dumps({"turns": [text]}) for text in source).encode())
     try:
-        return _read(str(path), Path(path).expanduser().read_bytes())
+        return _read(str(source), Path(source).expanduser().read_bytes())
     except OSError as error:
-        raise ValueError(f"no prompts in {path}: {error.strerror or error}; give a file of JSON lines") from error
+        raise ValueError(f"no prompts in {source}: {error.strerror or error}; give a file of JSON lines") from error
 
 
 def _read(name: str, content: bytes) -> PromptSet:

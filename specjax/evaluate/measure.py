@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,11 +18,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode
-from specjax.engine import Engine, Generation, NotFiniteError
-from specjax.types import Cache, Draft, Model, Params, Sampling
+from specjax import decode, verify
+from specjax import offload as offloading
+from specjax.drafter import Drafter
+from specjax.engine import Engine, Generation, LanguageModel, NotFiniteError
+from specjax.types import Cache, Draft, Model, Params
 
 T = TypeVar("T")
+
+
+def make_engine(target: LanguageModel, drafter: Drafter, rule: verify.Rule, offload: str = "") -> Engine:
+    """An engine; `offload` moves the drafter's weights to host memory between drafts."""
+    engine = Engine(target, drafter, rule=rule)
+    if not offload:
+        return engine
+    drafter, own = offloading.move(drafter, engine.drafter_params)
+    return Engine(target, drafter, rule=rule, drafter_params=own)
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,7 @@ class Options:
     max_new_tokens: int
     seed: int
     end_ids: tuple[int, ...]
-    sampler: Sampling  # of the batch's size
+    sampling: Mapping[str, Any]  # temperature, top_k, top_p, min_p
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,8 @@ def decode_batch(engine: Engine, batch: Batch, options: Options) -> Decoded:
     prefilled = time.perf_counter()
     state = jax.block_until_ready(decode.run(engine.program, engine.params, engine.drafter_params, state))
     end = time.perf_counter()
-    error = None
+    error: NotFiniteError | None = None
+    generations: list[Generation]
     try:
         generations = engine.results(state, batch.padded(batch.prompts))
     except NotFiniteError as stopped:
@@ -76,9 +88,9 @@ def decode_batch(engine: Engine, batch: Batch, options: Options) -> Decoded:
 
 def start(engine: Engine, batch: Batch, options: Options, max_new_tokens: int | None = None) -> decode.State:
     """The batch after its prefill."""
-    return engine.prefill(
+    return engine.start(
         batch.padded(batch.prompts),
-        options.sampler,
+        **options.sampling,
         max_new_tokens=options.max_new_tokens if max_new_tokens is None else max_new_tokens,
         seed=options.seed,
         rows=batch.padded(batch.rows),

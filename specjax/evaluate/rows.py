@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specjax import metrics
-from specjax.record import Record
+from specjax import memory, offload
+from specjax.engine import Engine
+from specjax.evaluate import metrics
+from specjax.evaluate.record import Record
+from specjax.memory.tiers import offloaded_account
 
 BASELINE = "none"
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What is known of a strategy beside its records. `None`: not measured (yet)."""
+class Contender:
+    """What is known of a strategy beside its records: what it is, and what it costs. `None`: not measured (yet)."""
 
     settings: str  # the drafter, as it prints itself
     label: str
@@ -29,28 +33,47 @@ class Measured:
     offloaded_bytes: int | None = None  # the drafter's weights, in host memory between drafts
     fetch_s: float | None = None  # to bring them in, measured apart from the round
 
+    @classmethod
+    def of(cls, engine: Engine, batch: int, capacity: int) -> Contender:
+        """What an engine says of itself, and its shapes of its memory."""
+        program, own, drafter = engine.program, engine.drafter_params, engine.program.drafter
+        offloaded = isinstance(drafter, offload.Offloaded)
+        sizes: dict[str, Any] = {"batch": batch, "capacity": capacity, "cache_dtype": engine.cache_dtype}
+        account = memory.account(program, engine.params, own, **sizes)
+        if offloaded:
+            account = offloaded_account(account)
+        return cls(
+            settings=repr(drafter.inner if isinstance(drafter, offload.Offloaded) else drafter),
+            label=drafter.label,
+            exact=program.exact,
+            added_bytes=account.added_bytes,
+            peak_bytes=account.peak_bytes,
+            offloaded_bytes=offload.size(own) if offloaded else None,
+            fetch_s=offload.fetch_s(own) if offloaded else None,
+        )
+
 
 def make_rows(
-    measured: Mapping[str, Measured], records: Sequence[Record], *, greedy: bool, seed: int = 0
+    contenders: Mapping[str, Contender], records: Sequence[Record], *, greedy: bool, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Rows in the order of `measured`; the baseline is the strategy named `none`, where there is one."""
-    by_drafter: dict[str, dict[str, Record]] = {name: {} for name in measured}
+    """Rows in the order of `contenders`; the baseline is the strategy named `none`, where there is one."""
+    by_drafter: dict[str, dict[str, Record]] = {name: {} for name in contenders}
     for record in records:
-        if record.drafter in by_drafter and record.finish != "not_finite":
+        if record.drafter in by_drafter and record.usable:
             by_drafter[record.drafter][record.question_id] = record
     baseline = by_drafter.get(BASELINE, {})
-    plain = measured.get(BASELINE)
+    plain = contenders.get(BASELINE)
     plain_round_s = None
     if plain is not None and plain.draft_s is not None and plain.verify_s is not None:
         plain_round_s = plain.draft_s + plain.verify_s
     return [
-        _row(name, known, by_drafter[name], baseline, plain_round_s, greedy, seed) for name, known in measured.items()
+        _row(name, known, by_drafter[name], baseline, plain_round_s, greedy, seed) for name, known in contenders.items()
     ]
 
 
 def _row(
     name: str,
-    known: Measured,
+    known: Contender,
     records: Mapping[str, Record],
     baseline: Mapping[str, Record],
     plain_round_s: float | None,
@@ -58,32 +81,21 @@ def _row(
     seed: int,
 ) -> dict[str, Any]:
     own = list(records.values())
-    summary = metrics.summarize([record.counts for record in own], seed=seed).as_json()
+    summary, costs = metrics.summarize(own, seed=seed).as_json(), dataclasses.asdict(known)
     speedup = _speedup(own, baseline)
     difference = None if not greedy or name == BASELINE else first_difference(own, baseline)
     equal = None if not greedy or not baseline or not own else difference is None
-    row = {"drafter": name, "settings": known.settings, "label": known.label, **summary}
-    row |= {
+    row = {"drafter": name, **costs, **summary} | {
         "tokens_per_second": tokens_per_second(own),
         "speedup": speedup,
         "estimated_speedup": metrics.expected_speedup(
             summary["acceptance_length"], known.draft_s, known.verify_s, plain_round_s
         ),
-        "draft_s": known.draft_s,
-        "verify_s": known.verify_s,
-        "compile_s": known.compile_s,
         "prefill_s": sum(record.prefill_s / record.batch_rows for record in own),
         "decode_s": sum(record.decode_s / record.batch_rows for record in own),
         "seconds_per_token_quantiles": metrics.quantiles([_seconds_per_token(r) for r in own if len(r.tokens) > 1]),
-        "added_bytes": None if known.added_bytes is None else dict(known.added_bytes),
-        "peak_bytes": known.peak_bytes,
-        "compiler_bytes": known.compiler_bytes,
-        "temp_bytes": known.temp_bytes,
-        "offloaded_bytes": known.offloaded_bytes,
-        "fetch_s": known.fetch_s,
         "greedy_equal": equal,
         "greedy_difference": difference,
-        "exact": known.exact,
         "categories": _by_category(own, baseline),
     }
     return row | {"notes": _notes(row)}
@@ -135,7 +147,7 @@ def _by_category(records: Sequence[Record], baseline: Mapping[str, Record]) -> d
     return {
         category: {
             "prompts": len(group),
-            "acceptance_length": metrics.summarize([record.counts for record in group]).acceptance_length,
+            "acceptance_length": metrics.summarize(group).acceptance_length,
             "tokens_per_second": tokens_per_second(group),
             "speedup": _speedup(group, baseline),
         }

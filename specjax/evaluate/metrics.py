@@ -10,12 +10,13 @@ are what reached the output, so that the emitted tokens add up to the text. `cut
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from specjax.evaluate import table
 from specjax.types import Counts
 
 QUANTILES = (10, 50, 90)
@@ -23,7 +24,15 @@ RESAMPLES = 2000
 CONFIDENCE = 0.95
 
 
-@dataclass(frozen=True)
+class Counted(Protocol):
+    """What was decoded from one prompt: a `Generation`, or a record of it."""
+
+    @property
+    def counts(self) -> Counts:
+        """One entry a round."""
+
+
+@dataclass(frozen=True, repr=False)
 class Summary:
     """What the counts of several prompts say. Sums first, then ratios of them."""
 
@@ -32,9 +41,9 @@ class Summary:
     drafted: int  # tokens that could be accepted
     tested: int  # of those, tokens that verification came to
     accepted: int  # of those, tokens that were accepted and emitted
-    emitted: int  # accepted tokens and one more a round, less what was cut
+    emitted: int  # accepted tokens and the bonus token of each round, less what was cut
     cut_rounds: int
-    acceptance_length: float | None  # pooled: emitted / rounds, with the extra token; 1 to K + 1
+    acceptance_length: float | None  # pooled: emitted / rounds, with the bonus token; 1 to K + 1
     acceptance_length_interval: tuple[float, float] | None  # of the pooled one; bootstrap over prompts
     acceptance_length_prompt_mean: float | None  # mean of the prompts' own acceptance lengths
     acceptance_length_quantiles: tuple[float, ...] | None  # of the same, at QUANTILES
@@ -42,6 +51,7 @@ class Summary:
     overlap: float | None  # alpha = sum of min(p, q), a tested token: the rate that an exact rule accepts at
     per_position: tuple[float, ...]  # accepted at a position, of the rounds that reached it
     per_position_marginal: tuple[float, ...]  # accepted at a position, of the rounds that drafted one there
+    emitted_histogram: tuple[int, ...]  # entry n: rounds that emitted n tokens
 
     def as_json(self) -> dict[str, Any]:
         """Plain data; tuples become lists."""
@@ -49,13 +59,30 @@ class Summary:
             name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()
         }
 
+    def __repr__(self) -> str:
+        return "\n".join(f"{label:32}{cell}" for label, [cell] in self._lines())
 
-def summarize(counts: Sequence[Counts], *, seed: int = 0) -> Summary:
-    """Pool the counts of several prompts, one `Counts` of `[rounds]` arrays each.
+    def _repr_html_(self) -> str:
+        return table.as_html([""], self._lines())
+
+    def _lines(self) -> list[table.Line]:
+        shown = table.acceptance(self.as_json())
+        most = max(self.emitted_histogram, default=0)
+        bars = [
+            (f"  {tokens} tokens", [f"{rounds:6} {'#' * round(24 * rounds / most):24}"])
+            for tokens, rounds in enumerate(self.emitted_histogram)
+            if rounds or tokens
+        ]
+        return [*shown, ("rounds that emitted", [""]), *bars] if bars else shown
+
+
+def summarize(results: Iterable[Counted], *, seed: int = 0) -> Summary:
+    """Pool the counts of several prompts: of an engine's generations, or of a comparison's records.
 
     Args:
       seed: of the bootstrap's resampling; the same counts and seed give the same interval.
     """
+    counts = [result.counts for result in results]
     rounds = np.asarray([len(prompt.emitted) for prompt in counts], np.int64)
     emitted = np.asarray([np.sum(prompt.emitted) for prompt in counts], np.int64)
     rounds, emitted = rounds[rounds > 0], emitted[rounds > 0]
@@ -78,6 +105,7 @@ def summarize(counts: Sequence[Counts], *, seed: int = 0) -> Summary:
         overlap=ratio(sum(float(np.sum(prompt.overlap)) for prompt in counts), tested),
         per_position=conditional,
         per_position_marginal=marginal,
+        emitted_histogram=histogram(counts),
     )
 
 
@@ -100,6 +128,12 @@ def rates_by_position(counts: Sequence[Counts]) -> tuple[tuple[float, ...], tupl
         conditional.append(hits / int(np.sum(reached > position)))
         marginal.append(hits / int(np.sum(drafted > position)))
     return tuple(conditional), tuple(marginal)
+
+
+def histogram(counts: Sequence[Counts]) -> tuple[int, ...]:
+    """Rounds by the tokens that they emitted: entry n counts those with n."""
+    emitted = [np.asarray(prompt.emitted, np.int64) for prompt in counts if len(prompt.emitted)]
+    return tuple(np.bincount(np.concatenate(emitted)).tolist()) if emitted else ()
 
 
 def bootstrap(

@@ -50,7 +50,7 @@ def code_sha256() -> str:
 
 
 @functools.cache
-def git_revision(folder: Path = Path(__file__).parent) -> str | None:
+def git_revision(folder: Path = Path(__file__).parents[1]) -> str | None:
     """Commit of the checkout that this package is run from, `-dirty` if it was changed; `None` if installed."""
 
     def git(*arguments: str) -> str:

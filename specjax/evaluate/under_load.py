@@ -16,17 +16,68 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
+from specjax.evaluate.record import Record
+from specjax.evaluate.run_folder import read_run
 from specjax.exactness.statistics import holm
-from specjax.record import Record
+from specjax.memory import hardware, rates
 
 LEVEL = 0.01  # over the requests of one drafter: family-wise, or of all together
 FALL = 0.2  # of the first half's tokens a round: smaller falls are not worth a warning
 SHORTEST = 8  # rounds: below, no order of them is rare enough
+
+
+@dataclass(frozen=True, repr=False)
+class Diagnosis:
+    """What one drafter's records say."""
+
+    trends: list[Trend]
+    fingerprints: list[Fingerprint]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Requests whose acceptance falls, or that there are none."""
+        falling = [trend for trend in self.trends if trend.falling]
+        if not self.trends:
+            return [f"falling acceptance: not observable: no request has {SHORTEST} whole rounds"]
+        if not falling:
+            return [
+                f"falling acceptance: none of {len(self.trends)} requests (Kendall's tau, Holm at {LEVEL:g}, and a "
+                f"fall of {FALL:.0%} from the first half to the second)"
+            ]
+        return [
+            f"WARNING {trend.question_id}: {trend.first_half:.2f} tokens a round, then {trend.second_half:.2f} "
+            f"(p = {trend.p_value:.1e}, {trend.rounds} rounds)"
+            for trend in falling
+        ]
+
+    def __repr__(self) -> str:
+        return "\n".join([*self.warnings, *(f"{found.shown:3}  {found}" for found in self.fingerprints)])
+
+
+def diagnose(folder: str | Path, device: str | None = None) -> dict[str, Diagnosis]:
+    """Read a run's folder, a drafter at a time.
+
+    Args:
+      device: what it ran on, for its peaks (`specjax.memory.hardware`).
+
+    Raises:
+      ValueError: no folder of a run that ended, or no such device.
+    """
+    summary, manifest, records = read_run(Path(folder))
+    known = hardware.find(device) if device else None
+    timed = min((record.capacity for record in records), default=summary.get("capacity", 0))
+    found = {}
+    for row in summary["rows"]:
+        own = [record for record in records if record.drafter == row["drafter"]]
+        achieved = rates.of_row(row, manifest, timed, known)
+        found[row["drafter"]] = Diagnosis(trends(own), fingerprints(own, row, achieved))
+    return found
 
 
 @dataclass(frozen=True)
@@ -141,17 +192,25 @@ class Fingerprint:
     seen: bool | None
     text: str
 
+    @property
+    def shown(self) -> str:
+        """Whether it was seen, in a word."""
+        return {True: "yes", False: "no", None: "?"}[self.seen]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.text}"
+
 
 def fingerprints(
-    records: Sequence[Record], row: Mapping[str, Any], rates: Mapping[str, float] | str
+    records: Sequence[Record], row: Mapping[str, Any], achieved: Mapping[str, float] | str
 ) -> list[Fingerprint]:
     """The four of one drafter.
 
     Args:
       row: the drafter's row of `summary.json`.
-      rates: `bytes_per_s`, `flop_per_s` and `ridge` (operations a byte) of its rounds, or why they are unknown.
+      achieved: `bytes_per_s`, `flop_per_s` and `ridge` (operations a byte) of its rounds, or why they are unknown.
     """
-    return [_shrinking(records), _spikes(records), _bound(rates), _queue(row)]
+    return [_shrinking(records), _spikes(records), _bound(achieved), _queue(row)]
 
 
 def _shrinking(records: Sequence[Record]) -> Fingerprint:
@@ -175,16 +234,17 @@ def _spikes(records: Sequence[Record]) -> Fingerprint:
     return Fingerprint(name, found["spike"] > 1 + FALL and found["p_value"] <= LEVEL, text)
 
 
-def _bound(rates: Mapping[str, float] | str) -> Fingerprint:
+def _bound(achieved: Mapping[str, float] | str) -> Fingerprint:
     name = "high bandwidth with moderate compute"
-    if isinstance(rates, str):
-        return Fingerprint(name, None, f"not observable: {rates}")
-    intensity = rates["flop_per_s"] / rates["bytes_per_s"]
-    text = f"{rates['bytes_per_s'] / 1e9:.1f} GB/s and {rates['flop_per_s'] / 1e9:.1f} GFLOP/s: {intensity:.1f} a byte"
-    if "ridge" not in rates:
+    if isinstance(achieved, str):
+        return Fingerprint(name, None, f"not observable: {achieved}")
+    intensity = achieved["flop_per_s"] / achieved["bytes_per_s"]
+    memory, arithmetic = (achieved[kind] / 1e9 for kind in ("bytes_per_s", "flop_per_s"))
+    text = f"{memory:.1f} GB/s and {arithmetic:.1f} GFLOP/s: {intensity:.1f} a byte"
+    if "ridge" not in achieved:
         return Fingerprint(name, None, text + "; against which peak is not observable: give --device")
-    text += f", the device's ridge is at {rates['ridge']:.0f}; {rates['share']:.0%} of its bandwidth"
-    return Fingerprint(name, intensity < rates["ridge"] and rates["share"] > 0.5, text)
+    text += f", the device's ridge is at {achieved['ridge']:.0f}; {achieved['share']:.0%} of its bandwidth"
+    return Fingerprint(name, intensity < achieved["ridge"] and achieved["share"] > 0.5, text)
 
 
 def _queue(row: Mapping[str, Any]) -> Fingerprint:

@@ -5,7 +5,7 @@
     summary.json     written at the end (and after Ctrl-C), from the records alone
     compare.png
 
-A run that was killed may leave half a line at the end: it is dropped, and that prompt decoded again.
+Records are rows of a `Store`; the folder adds what they belong to, and that one process at a time works there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from specjax.record import Record, check_rows
+from specjax.evaluate.record import Record, check_rows
+from specjax.evaluate.store import Store, StoreError
 
 SPARE_BYTES = 16 << 20  # asked for before a run begins: a record takes about 2 kB
 LOCK = "run.lock"
@@ -29,31 +30,33 @@ INCIDENTAL = ("command", "created", "git_revision")
 """Manifest entries that don't decide a token."""
 
 
-class RunFolderError(Exception):
-    """The folder can't be used or written; the message says what to do."""
+def record_store(path: Path | None = None, lock: FileLock | None = None) -> Store[Record]:
+    """Records by drafter and prompt: those of a file, or none yet, kept in memory."""
+    return Store(
+        path, lambda record: (record.drafter, record.question_id), parse=Record.parse, line=Record.line, lock=lock
+    )
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """An open folder, with the records that it held when it was opened."""
+    """An open folder, with its records. `summary` is that of a run that is complete."""
 
     path: Path
-    records: tuple[Record, ...]
-    summary: dict[str, Any] | None  # of a run that is complete
-    lock: FileLock | None = None  # held while the folder is open, unless the run is complete
+    store: Store[Record]
+    summary: dict[str, Any] | None = None
 
     @classmethod
     def open(cls, path: Path, manifest: Mapping[str, Any]) -> RunFolder:
         """Begin a run in a new or empty folder, or continue the same one; `close` it in the end.
 
         Raises:
-          RunFolderError: another run's folder, one that is at work, an unwritable one, a full disk, a damaged record.
+          StoreError: another run's folder, one that is at work, an unwritable one, a full disk, a damaged record.
         """
         try:
             path.mkdir(parents=True, exist_ok=True)
             return cls._open(path, manifest)
         except OSError as error:
-            raise RunFolderError(
+            raise StoreError(
                 f"run folder {path} can't be written ({error.strerror or error}): choose another with --out"
             ) from error
 
@@ -66,50 +69,47 @@ class RunFolder:
             _check_same(path, found, manifest)
         summary = _read_json(path / "summary.json") or {}
         if found is not None and summary.get("complete"):
-            return cls(path, read_records(path / "prompts.jsonl", repair=True), summary)
-        lock = _lock(path, found)
+            return cls(path, record_store(path / "prompts.jsonl"), summary)
+        lock = _lock(path, found)  # held while the folder is open
         try:
             if shutil.disk_usage(path).free < SPARE_BYTES:
-                raise RunFolderError(f"less than {SPARE_BYTES >> 20} MiB are free in {path}: free some, or use --out")
+                raise StoreError(f"less than {SPARE_BYTES >> 20} MiB are free in {path}: free some, or use --out")
             if found is None:
                 write_json(path / "manifest.json", manifest)
-            return cls(path, read_records(path / "prompts.jsonl", repair=True), None, lock)
+            return cls(path, record_store(path / "prompts.jsonl", lock))
         except BaseException:
             lock.release()
             raise
 
     def close(self) -> None:
         """Let another process continue the run."""
-        if self.lock is not None:
-            self.lock.release()
+        self.store.lock.release()
 
     def append(self, record: Record) -> None:
         """Add a record, on disk when this returns.
 
         Raises:
-          RunFolderError: it can't be written; earlier records are kept.
+          StoreError: it can't be written; earlier records are kept.
         """
         try:
-            with (self.path / "prompts.jsonl").open("a", encoding="utf-8") as file:
-                file.write(record.line())
-                file.flush()
-                os.fsync(file.fileno())
+            self.store.append(record)
         except OSError as error:
-            raise self.unwritable(error) from error
+            raise unwritable(self.path, error) from error
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`, whole or not at all."""
         try:
             write_json(self.path / "summary.json", summary)
         except OSError as error:
-            raise self.unwritable(error) from error
+            raise unwritable(self.path, error) from error
 
-    def unwritable(self, error: OSError) -> RunFolderError:
-        """What to tell when a write fails in the middle of a run."""
-        return RunFolderError(
-            f"{self.path} can't be written any more ({error.strerror or error}). What was decoded before is kept "
-            "there: free some space and run the same command again with this --out to go on"
-        )
+
+def unwritable(folder: Path, error: OSError) -> StoreError:
+    """What to tell when a write fails in the middle of a run."""
+    return StoreError(
+        f"{folder} can't be written any more ({error.strerror or error}). What was decoded before is kept "
+        "there: free some space and run the same command again with this --out to go on"
+    )
 
 
 def default_folder(date: str, command: str, manifest: Mapping[str, Any], root: Path = Path("runs")) -> Path:
@@ -117,7 +117,7 @@ def default_folder(date: str, command: str, manifest: Mapping[str, Any], root: P
     try:
         return _free_folder(date, command, manifest, root)
     except OSError as error:
-        raise RunFolderError(
+        raise StoreError(
             f"run folders in {root} can't be read ({error.strerror or error}): name one with --out"
         ) from error
 
@@ -131,7 +131,7 @@ def _free_folder(date: str, command: str, manifest: Mapping[str, Any], root: Pat
             return path
         if found is not None and not _differences(found, manifest) and not summary.get("complete"):
             return path
-    raise RunFolderError(f"{root} has a thousand runs of {date}: name a folder with --out")
+    raise StoreError(f"{root} has a thousand runs of {date}: name a folder with --out")
 
 
 def read_run(path: Path) -> tuple[dict[str, Any], dict[str, Any], tuple[Record, ...]]:
@@ -152,8 +152,8 @@ def read_run(path: Path) -> tuple[dict[str, Any], dict[str, Any], tuple[Record, 
             raise ValueError(f"{path / 'summary.json'} is damaged ({error}): {remedy}") from error
         if all(row.get("acceptance_length") is None for row in summary["rows"]):
             raise ValueError(f"{path} holds no finished results: repeat that run's command with --out {path} to go on")
-        return summary, manifest, read_records(path / "prompts.jsonl")
-    except RunFolderError as error:
+        return summary, manifest, tuple(record_store(path / "prompts.jsonl").rows)
+    except StoreError as error:
         raise ValueError(str(error)) from error
     except OSError as error:
         raise ValueError(
@@ -178,7 +178,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise RunFolderError(f"{path} is damaged ({error}): remove it, or use another folder with --out") from error
+        raise StoreError(f"{path} is damaged ({error}): remove it, or use another folder with --out") from error
     return value if isinstance(value, dict) else None
 
 
@@ -189,14 +189,14 @@ def _lock(path: Path, found: Mapping[str, Any] | None) -> FileLock:
         lock.acquire(timeout=0)
     if not lock.is_locked or _read_json(path / "manifest.json") != found:  # the other may have begun just now
         lock.release()
-        raise RunFolderError(f"another process is at work in {path}: wait for its end, or choose a folder with --out")
+        raise StoreError(f"another process is at work in {path}: wait for its end, or choose a folder with --out")
     return lock
 
 
 def _check_empty(path: Path) -> None:
     left = [entry.name for entry in path.iterdir() if entry.name != LOCK and not entry.name.endswith(".part")]
     if left:
-        raise RunFolderError(f"{path} is no run folder and holds {left[0]!r}: choose a new or empty one with --out")
+        raise StoreError(f"{path} is no run folder and holds {left[0]!r}: choose a new or empty one with --out")
 
 
 def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
@@ -212,25 +212,7 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[st
 def _check_same(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     differences = _differences(found, wanted)
     if differences:
-        raise RunFolderError(
+        raise StoreError(
             f"{path} holds another run ({'; '.join(differences[:3])}): it is not overwritten; "
             "choose another folder with --out, or repeat that run's command to continue it"
         )
-
-
-def read_records(path: Path, *, repair: bool = False) -> tuple[Record, ...]:
-    """The records of a file without half a line at its end; `repair` cuts that off the file."""
-    if not path.exists():
-        return ()
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if repair and len(whole) < len(content):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
-    records = []
-    for number, line in enumerate(whole.split(b"\n")[:-1], 1):  # not splitlines: JSON may hold U+2028 as it is
-        try:
-            records.append(Record.parse(line.decode("utf-8")))
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise RunFolderError(f"{path}, line {number} is damaged ({error}): remove that line to redo it") from error
-    return tuple(records)

@@ -34,6 +34,11 @@ class Record:
     text: str
     counts: Counts
 
+    @property
+    def usable(self) -> bool:
+        """Whether it was decoded to its end, and need not be again."""
+        return self.finish != "not_finite"
+
     def line(self) -> str:
         """As a line of JSON."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -1,0 +1,205 @@
+"""Carry a comparison out: the same prompts with every drafter, in turn, and each record kept as it comes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specjax.engine import Engine, NotFiniteError
+from specjax.evaluate import measure
+from specjax.evaluate.comparison import Comparison
+from specjax.evaluate.preparation import Task, prepare
+from specjax.evaluate.progress import Lines, Silent
+from specjax.evaluate.record import Record
+from specjax.evaluate.result import Result
+from specjax.evaluate.rows import BASELINE, Contender, make_rows
+from specjax.evaluate.run_folder import RunFolder, record_store
+from specjax.evaluate.store import Store
+from specjax.memory import device
+from specjax.memory.compiler import read as read_compiled
+
+
+def compare(comparison: Comparison, folder: str | Path | None = None, progress: type[Lines] | None = Lines) -> Result:
+    """Decode every prompt with every drafter, and measure what each one costs.
+
+    Ctrl-C, and logits that are not finite, end it early: `Result.stopped` says so beside what was done until then.
+
+    Args:
+      folder: keeps records as they come; the same comparison with the same folder goes on where it stopped, and one
+        that is complete is read again. Without one, nothing is written.
+      progress: says what is being done.
+
+    Raises:
+      ValueError: something does not fit together; nothing was decoded.
+      StoreError: the folder holds something else, or can't be written.
+    """
+    task = prepare(comparison)
+    if folder is None:
+        return carry_out(task, None, progress or Silent)
+    opened = RunFolder.open(Path(folder), task.manifest())
+    try:
+        return carry_out(task, opened, progress or Silent)
+    finally:
+        opened.close()
+
+
+@dataclass
+class Run:
+    """A run under way: what was decoded and measured so far."""
+
+    task: Task
+    folder: RunFolder | None
+    store: Store[Record]
+    engines: dict[str, Engine] = field(default_factory=dict)
+    session: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+    contenders: dict[str, Contender] = field(default_factory=dict)
+    compiled: set[tuple[str, int]] = field(default_factory=set)
+
+    def keep(self, record: Record) -> None:
+        """Keep a record, on disk where there is a folder."""
+        (self.folder or self.store).append(record)
+
+
+def carry_out(
+    task: Task,
+    folder: RunFolder | None,
+    progress: Callable[[int], Lines],
+    preparing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Result:
+    """Decode what the folder lacks.
+
+    Args:
+      preparing: stands around the reading of weights and the making of drafters, whose errors are the user's.
+    """
+    if folder is not None and folder.summary is not None:
+        return Result(task.comparison, folder.summary, tuple(folder.store.rows), task.total, folder.path)
+    run = Run(task, folder, folder.store if folder else record_store())
+    with preparing():
+        task.target.params  # noqa: B018  read now, with a progress bar of their own
+    stopped: KeyboardInterrupt | NotFiniteError | None = None
+    with progress(task.total) as bar:
+        try:
+            with preparing():
+                _make_engines(run, bar)
+            bar.describe("accounting for memory")
+            for name, engine in run.engines.items():
+                run.contenders[name] = Contender.of(engine, task.comparison.batch_size, max(task.capacities))
+            for names in task.batches():
+                for drafter, undone in _turns(run, names, bar):
+                    _decode(run, drafter, undone, bar)
+            _measure_halves(run, bar)
+        except (KeyboardInterrupt, NotFiniteError) as reason:
+            stopped = reason
+    summary = _summarize(run, complete=stopped is None)
+    if folder is not None:
+        folder.write_summary(summary)
+    return Result(task.comparison, summary, tuple(run.store.rows), task.total, folder.path if folder else None, stopped)
+
+
+def _make_engines(run: Run, progress: Lines) -> None:
+    """Make every strategy's own weights."""
+    task = run.task
+    for name, drafter in task.drafters.items():
+        progress.describe(f"{name}: preparing")
+        run.engines[name] = measure.make_engine(task.target, drafter, task.rule, task.comparison.offload)
+
+
+def _turns(run: Run, names: Sequence[str], progress: Lines) -> Iterator[tuple[str, list[str]]]:
+    """Every drafter, in turn, with what it has not done of a batch."""
+    for drafter in run.engines:
+        kept = {name: run.store.done.get((drafter, name)) for name in names}
+        undone = [name for name, record in kept.items() if record is None or not record.usable]
+        progress.advance(len(names) - len(undone))
+        if undone:
+            yield drafter, undone
+
+
+def _decode(run: Run, name: str, question_ids: list[str], progress: Lines) -> None:
+    """Decode one batch with one drafter and keep its records."""
+    task, engine, batch = run.task, run.engines[name], run.task.batch(question_ids)
+    if (name, batch.capacity) not in run.compiled:
+        progress.describe(f"{name}: compiling for {batch.capacity} slots")
+        _compile(run, name, batch)
+    progress.describe(f"{name}: {question_ids[0]}")
+    result = measure.decode_batch(engine, batch, task.shared)
+    for question_id, generation in zip(question_ids, result.generations, strict=True):
+        run.keep(
+            Record(
+                question_id=question_id,
+                category=task.chosen[question_id].category,
+                drafter=name,
+                prompt_tokens=len(task.tokens[question_id]),
+                capacity=batch.capacity,
+                batch_rows=len(question_ids),
+                session=run.session,
+                finish=generation.finish,
+                prefill_s=result.prefill_s,
+                decode_s=result.decode_s,
+                tokens=generation.tokens,
+                text=generation.text or "",
+                counts=generation.counts,
+            )
+        )
+        progress.advance(1)
+    if result.error is not None:
+        raise result.error
+
+
+def _compile(run: Run, name: str, batch: measure.Batch) -> None:
+    seconds, executable = measure.compile_batch(run.engines[name], batch, run.task.shared)
+    run.compiled.add((name, batch.capacity))
+    known, found = run.contenders[name], read_compiled(executable)
+    run.contenders[name] = dataclasses.replace(
+        known,
+        compile_s=(known.compile_s or 0) + seconds,
+        compiler_bytes=found.total_bytes,  # capacities rise: the last one is the largest
+        temp_bytes=found.temp_bytes,
+    )
+
+
+def _measure_halves(run: Run, progress: Lines) -> None:
+    """Time drafting and verification apart, on the longest of the smallest capacity's prompts."""
+    if run.task.shared.max_new_tokens < 2:
+        return
+    progress.describe("timing drafting and verification")
+    batch = run.task.batch(run.task.batches()[0])
+    for name, (draft_s, verify_s) in measure.time_halves(run.engines, batch, run.task.shared).items():
+        run.contenders[name] = dataclasses.replace(run.contenders[name], draft_s=draft_s, verify_s=verify_s)
+
+
+def _summarize(run: Run, complete: bool) -> dict[str, Any]:
+    task, comparison = run.task, run.task.comparison
+    rows = make_rows(run.contenders, run.store.rows, greedy=comparison.temperature == 0, seed=comparison.seed)
+    for row in rows:
+        if complete and row["greedy_difference"] is not None:
+            row["greedy_difference"]["margin"] = _margin(run, row["greedy_difference"])
+    title = (
+        f"{task.target.name}, {task.target.dtype}, {len(task.chosen)} of {len(task.source.prompts)} prompts "
+        f"({task.source.name}), up to {comparison.max_new_tokens} new tokens, temperature {comparison.temperature:g}, "
+        f"batch {comparison.batch_size}, {' and '.join(map(str, task.capacities))} slots"
+    )
+    peak = device.peak_bytes()
+    if peak is not None:
+        title += f"; the device held {peak / 2**30:.2f} GiB at most, all strategies together (memory_stats)"
+    return {
+        "complete": complete,
+        "title": title,
+        "capacity": task.capacities[-1],
+        "device_peak_bytes": peak,
+        "rows": rows,
+    }
+
+
+def _margin(run: Run, difference: dict[str, Any]) -> float | None:
+    """The target's margin where a greedy output left the baseline: a near-tie, or a real fault?"""
+    name = difference["question_id"]
+    baseline = run.store.done[(BASELINE, name)]
+    engine = run.engines[BASELINE]
+    context = run.task.tokens[name] + baseline.tokens[: difference["position"]]
+    return measure.margin(engine.program.model, engine.params, context, engine.cache_dtype)

@@ -147,10 +147,10 @@ def table(done: Done, seeds: int) -> str:
     return "\n".join([*lines, "", NOTES]) + "\n"
 
 
-NOTES = """Acceptance length: tokens a round, pooled over prompts, at temperature 1. Gain: block over token, with the 95 %
-interval of a bootstrap that draws prompts, both rules' counts together. Expected gain: the same of the accepted
-tokens that the drafts promise (1 + overlap, a round), which is free of the noise of acceptance. Published: PaLM-2-S
-with PaLM-2-XXS, mean of eight data sets (Sun et al. 2024, arXiv 2403.10444)."""
+NOTES = """Acceptance length: tokens a round, pooled over prompts, at temperature 1. Gain: block over token, with the
+95 % interval of a bootstrap that draws prompts, both rules' counts together. Expected gain: the same of the tokens
+that the drafts promise (1 + overlap, a round), with less of the noise of acceptance. Published: PaLM-2-S with
+PaLM-2-XXS, mean of eight data sets (Sun et al. 2024, arXiv 2403.10444)."""
 
 
 def gain(above: np.ndarray, below: np.ndarray) -> str:

@@ -13,7 +13,6 @@ import pytest
 from fixtures_memory import preset  # noqa: F401
 from specjax.experiments import memory_table
 
-from specjax import mesh
 from specjax.cli import memory as command
 from specjax.memory import aot, hardware, measured_device
 from specjax.memory.aot import Ahead

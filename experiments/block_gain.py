@@ -3,14 +3,13 @@
     python -m specjax.experiments.block_gain --prompts question.jsonl      # again and again, until all is done
 
 Both rules decode the same prompts with the same drafters and the same seeds. Raw counts of every prompt go to
-`OUTPUT.json` batch by batch: the same command goes on where it stopped. The table is made of what is there.
+`OUTPUT.jsonl` batch by batch: the same command goes on where it stopped. The table is made of what is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from specjax import Engine, drafter, make_sampling, prompts, verify, weights
+from specjax import Engine, load_drafter, load_target, verify
+from specjax.evaluate import prompts
+from specjax.evaluate.store import Store
 
 DRAFTERS = ("fp8", "external")  # accepted nearly always, and a depth-pruned copy that is accepted now and then
 WINDOWS = (4, 6, 8)
@@ -29,6 +30,7 @@ PUBLISHED = {4: 3.46, 6: 6.19, 8: 8.30}
 CAPACITY, BATCH = 512, 8
 RESAMPLES = 10_000
 FIELDS = ("drafted", "tested", "accepted", "emitted", "overlap")
+Row = dict[str, Any]
 Done = dict[str, dict[str, dict[str, float]]]  # by job, then by question_id
 
 
@@ -67,54 +69,55 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no batch after these")
     parser.add_argument("--output", type=Path, default=Path("experiments/block_gain"))
     args = parser.parse_args(arguments)
-    began, data = time.perf_counter(), args.output.with_suffix(".json")
+    began, store = time.perf_counter(), Store(args.output.with_suffix(".jsonl"), _key)
     settings = {"target": args.target, "new_tokens": args.new_tokens, "limit": args.limit, "temperature": 1.0}
-    done = _read(data, settings)
-    for job, counts in measure(args, done):
-        done.setdefault(str(job), {}).update(counts)
-        data.write_text(json.dumps({"settings": settings, "counts": done}, indent=1) + "\n")
-        args.output.with_suffix(".md").write_text(table(done, args.seeds))
-        print(f"{time.perf_counter() - began:6.0f} s  {job}: {len(done[str(job)])} prompts", flush=True)
+    for row in store.rows:
+        if row["settings"] != settings:
+            raise SystemExit(f"{store.path} holds {row['settings']}, not {settings}: choose another --output")
+    for job, counts in measure(args, store):
+        for question_id, found in counts.items():
+            store.append({"job": str(job), "question_id": question_id, "settings": settings, "counts": found})
+        args.output.with_suffix(".md").write_text(table(results(store), args.seeds))
+        print(f"{time.perf_counter() - began:6.0f} s  {job}: {', '.join(counts)}", flush=True)
         if time.perf_counter() - began > args.seconds:
             break
-    print(table(done, args.seeds))
+    print(table(results(store), args.seeds))
 
 
-def _read(data: Path, settings: dict[str, Any]) -> Done:
-    if not data.is_file():
-        return {}
-    found = json.loads(data.read_text())
-    if found["settings"] != settings:
-        raise SystemExit(f"{data} holds {found['settings']}, not {settings}: choose another --output")
-    return found["counts"]
+def _key(row: Row) -> tuple[str, str]:
+    return row["job"], row["question_id"]
 
 
-def measure(args: argparse.Namespace, done: Done) -> Iterator[tuple[Job, dict[str, dict[str, float]]]]:
+def results(store: Store[Row]) -> Done:
+    """What is done."""
+    done: Done = {}
+    for row in store.rows:
+        done.setdefault(row["job"], {})[row["question_id"]] = row["counts"]
+    return done
+
+
+def measure(
+    args: argparse.Namespace, store: Store[dict[str, Any]]
+) -> Iterator[tuple[Job, dict[str, dict[str, float]]]]:
     """Counts of one batch of prompts after the other, of those that are missing."""
-    checkpoint = weights.open_checkpoint(args.target)
-    tokenizer, source = checkpoint.tokenizer(), prompts.load(args.prompts)
-    encoded = {prompt.question_id: tokenizer.chat(prompt.text) for prompt in source}
+    target, source = load_target(args.target), prompts.load(args.prompts)
+    encoded = {prompt.question_id: target.encode(prompt.text) for prompt in source}
     room = CAPACITY - args.new_tokens
     short = tuple(prompt for prompt in source if len(encoded[prompt.question_id]) <= room)  # prefill stays short
-    chosen = prompts.select(dataclasses.replace(source, prompts=short), limit=args.limit)
-    params = None
+    chosen = {p.question_id: p for p in prompts.select(dataclasses.replace(source, prompts=short), limit=args.limit)}
     for job in jobs(args.seeds):
-        left = [prompt for prompt in chosen if prompt.question_id not in done.get(str(job), {})]
-        if not left:
-            continue
-        params = checkpoint.load() if params is None else params
-        mine = drafter.load(job.drafter, {"num_speculative_tokens": str(job.window)})
-        engine = Engine(checkpoint.model, params, mine, rule=RULES[job.rule])
+        left = [name for _, name in store.missing((str(job), name) for name in chosen)]
+        if left:
+            engine = Engine(target, load_drafter(job.drafter, num_speculative_tokens=job.window), rule=RULES[job.rule])
         for first in range(0, len(left), BATCH):
-            batch = left[first : first + BATCH]
-            ids = [encoded[prompt.question_id] for prompt in batch]
+            names = left[first : first + BATCH]
+            ids = [encoded[name] for name in names]
             padded = [*ids, *[ids[-1]] * (BATCH - len(ids))]  # one shape, one compilation
-            rows = [*(prompt.row for prompt in batch), *range(1 << 20, (1 << 20) + BATCH - len(ids))]
+            rows = [*(chosen[name].row for name in names), *range(1 << 20, (1 << 20) + BATCH - len(ids))]
             found = engine.generate(
-                padded, max_new_tokens=args.new_tokens, seed=job.seed, rows=rows, end_ids=tokenizer.end_ids,
-                sampler=make_sampling(BATCH, 1.0), capacity=CAPACITY,
-            )  # fmt: skip
-            yield job, {p.question_id: _counts(got.counts) for p, got in zip(batch, found, strict=False)}
+                padded, max_new_tokens=args.new_tokens, seed=job.seed, rows=rows, temperature=1.0, capacity=CAPACITY
+            )
+            yield job, {name: _counts(got.counts) for name, got in zip(names, found, strict=False)}
 
 
 def _counts(counts: Any) -> dict[str, float]:

@@ -1,6 +1,5 @@
-"""What a notebook asks of its results and its plans, one call each.
+"""What a notebook asks of its plans, one call each.
 
-specjax.summarize(out)
 specjax.account(target, drafter, batch=8, context=4096, device="h100")
 """
 

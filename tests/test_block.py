@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from specjax.experiments import error_rates
 
-from specjax import decode, metrics, sampling, testing
+from specjax import decode, sampling, testing
+from specjax.evaluate import metrics
 from specjax.exactness import gate, identity
 from specjax.exactness.mutants.blocks import Hierarchical, LastRatioUncapped
 from specjax.exactness.subjects import dirichlet_laws, table_subject

@@ -155,12 +155,11 @@ def _verify(
 
 def margin(model: Model, params: Params, tokens: Sequence[int], cache_dtype: Any) -> float:
     """How far the target's largest logit after `tokens` lies above the second: what rounding would have to bridge."""
-    slots = len(tokens)
     ids = jnp.asarray(np.asarray(tokens, np.int32)[None])
 
     @jax.jit
     def logits(params: Params) -> Any:
-        cache = model.init_cache(1, slots, cache_dtype)
+        cache = model.init_cache(1, len(tokens), cache_dtype)
         hidden = model.forward(params, ids, cache, jnp.zeros((1,), jnp.int32)).hidden
         return model.logits(params, hidden[:, -1:])[0, 0]
 

@@ -21,8 +21,8 @@ from specjax.evaluate.result import Result
 from specjax.evaluate.rows import BASELINE, Contender, make_rows
 from specjax.evaluate.run_folder import RunFolder, record_store
 from specjax.evaluate.store import Store
-from specjax.memory import measured_device
 from specjax.memory.compiler import read as read_compiled
+from specjax.memory.measured_device import peak_bytes
 
 
 def compare(comparison: Comparison, folder: str | Path | None = None, progress: type[Lines] | None = Lines) -> Result:
@@ -184,7 +184,7 @@ def _summarize(run: Run, complete: bool) -> dict[str, Any]:
         f"({task.source.name}), up to {comparison.max_new_tokens} new tokens, temperature {comparison.temperature:g}, "
         f"batch {comparison.batch_size}, {' and '.join(map(str, task.capacities))} slots"
     )
-    peak = measured_device.peak_bytes()
+    peak = peak_bytes()
     if peak is not None:
         title += f"; the device held {peak / 2**30:.2f} GiB at most, all strategies together (memory_stats)"
     return {

@@ -17,7 +17,8 @@ ALLOWED = {
     "text": set(),
     "weights": {"model", "text", "types"},
     "drafter": {*BASE, "text", "model"},
-    "decode": {*BASE, "cache", "verify", "drafter"},
+    "state": {"types", "verify"},
+    "decode": {*BASE, "cache", "verify", "drafter", "state"},
     "engine": {*BASE, "decode", "verify", "drafter", "text", "offload"},
     "offload": {"types"},
 }

@@ -16,6 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from specjax.types import Cache
+
 MODEL = ("heads", "group")
 
 _WEIGHTS: dict[str, tuple[Any, ...]] = {
@@ -97,12 +99,12 @@ class Layout:
 
     def state_shardings(self, mesh: Mesh, state: Any) -> Any:
         """The same for all that a batch carries: caches by heads, all else by rows."""
-        pieces, tree = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_cache)
+        pieces, tree = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: isinstance(node, Cache))
         return jax.tree.unflatten(
             tree,
             [
                 self.shardings(mesh, "kv", piece)
-                if is_cache(piece)
+                if isinstance(piece, Cache)
                 else NamedSharding(mesh, self.spec("state", path, piece))
                 for path, piece in pieces
             ],
@@ -120,16 +122,6 @@ def split(devices: int, kv_heads: int, *, data: int = 1) -> Layout:
     model = devices // data
     heads = math.gcd(model, kv_heads)
     return Layout(data, heads, model // heads)
-
-
-def is_cache(node: Any) -> bool:
-    """Whether a part of a state is a KV cache: a tuple of pairs of equal `[B, G, T, D]` arrays."""
-    return (
-        isinstance(node, (tuple, list))
-        and len(node) > 0
-        and all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in node)
-        and all(getattr(part, "ndim", 0) == 4 and part.shape == pair[0].shape for pair in node for part in pair)
-    )
 
 
 def nbytes(leaf: Any) -> int:

@@ -252,6 +252,26 @@ def test_what_is_added_a_sequence_does_not_depend_on_how_many_copies_of_the_mode
     assert found[0]["peak_bytes"] == max(found[0]["phases"].values())
 
 
+def test_an_account_takes_names_or_objects_and_prints_what_is_held_and_left():
+    sizes = {"batch": 2, "context": 256}
+    named = memory.account_for("smollm2-135m", "ngram:num_speculative_tokens=3", **sizes, device="rtx-4090")
+    drafter = load("ngram", {"num_speculative_tokens": "3"})
+    assert memory.account_for(Llama(PRESETS["smollm2-135m"]), drafter, **sizes, device="rtx-4090") == named
+    assert named.components == Strategy("smollm2-135m", "ngram", 2, 256, 3, platform="gpu").account().components
+    assert named.left_bytes == named.device.limit_bytes - named.needed_bytes > 0
+    text, page = repr(named), named._repr_html_()
+    for line in ("target weights", "256.57 MiB", "held at once, in verify", "usable on rtx-4090", "left"):
+        assert line in text
+        assert line in page
+    assert "drafter weights" not in text  # nothing of it
+    assert memory.account_for("smollm2-135m", "none", **sizes).device is None
+    large = memory.account_for("llama-3.1-70b", "none", batch=8, context=8192, device="h100", mesh="2", data=2)
+    assert large.left_bytes < 0
+    assert "too much by" in repr(large)
+    with pytest.raises(ValueError, match="batch=2: must be a multiple of data=4"):
+        memory.account_for("smollm2-135m", "none", **sizes, device="h100", mesh="4", data=4)
+
+
 def test_a_vocabulary_smaller_than_the_model_is_told_from_its_features():
     found = account(vocab_size=13, hidden_size=64, intermediate_size=96, batch=2)
     assert found.bytes("features, verify") == 96 * 2 * 4  # gate and up: [features, rows, tokens]

@@ -28,7 +28,8 @@ from specjax.drafter import Nothing
 from specjax.memory.buffers import PHASES, buffers
 from specjax.memory.hardware import Device
 from specjax.memory.round_trace import Weights, trace_round
-from specjax.mesh import Layout, is_cache
+from specjax.mesh import Layout
+from specjax.types import Cache
 
 LARGEST_BATCH = 2**24
 GROUPS = ("weights", "kv", "state", "buffers")
@@ -153,17 +154,16 @@ def _components(
     state, total = traced.state, layout.total
     cache_bytes = total("kv", state.cache)
     window_bytes = cache_bytes * traced.draft.tokens.shape[1] // sizes["capacity"]
-    pieces = jax.tree.leaves(state.drafter, is_leaf=is_cache)
-    caches, others = ([piece for piece in pieces if is_cache(piece) is kind] for kind in (True, False))
+    pieces = jax.tree.leaves(state.drafter, is_leaf=lambda node: isinstance(node, Cache))
+    caches, others = ([piece for piece in pieces if isinstance(piece, Cache) is kind] for kind in (True, False))
     fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-    loop = {name: part for name, part in fields.items() if name not in ("cache", "hidden", "drafter")}
+    loop = {name: part for name, part in fields.items() if name not in ("cache", "drafter")}
     yield Component("target weights", "weights", total("weights", params))
     yield Component("drafter weights", "weights", total("weights", own))
     yield Component("target KV, committed", "kv", cache_bytes - window_bytes)
     yield Component("target KV, speculative window", "kv", window_bytes)
     yield Component("drafter KV", "kv", total("kv", caches))
     yield Component("drafter state", "state", total("state", others))
-    yield Component("tapped hidden states", "state", total("hidden", state.hidden))
     yield Component("tokens and counts", "state", total("state", loop))
     for buffer in buffers(traced, backend):
         size = 0 if buffer.array is None else buffer.count * layout.size(buffer.kind, (), buffer.array)

@@ -18,10 +18,12 @@ import numpy as np
 from jax.extend import core
 
 from specjax import cache as kv
+from specjax import decode
 from specjax.memory.buffer_assignment import TABLE_BYTES
 from specjax.memory.round_trace import Round
 
 PHASES = ("draft", "verify", "commit")
+"""Of a round. What is held while a prompt is read only, in the phase `prefill`, is named and stands in no sum."""
 
 TABLES = 5
 """Tuples whose addresses a TPU's compiler keeps in HBM, for each product with a weight: 2 to 9 in the programs of
@@ -62,11 +64,18 @@ def buffers(traced: Round, backend: str) -> Iterator[Buffer]:
     (batch, nodes), vocab = traced.draft.tokens.shape, traced.program.model.vocab_size
     law = jax.ShapeDtypeStruct((batch, nodes + 1, vocab), jnp.float32)
     mask = None if traced.draft.parents is None else jax.ShapeDtypeStruct((batch, nodes + 1, nodes + 1), jnp.bool)
+    taps = len(traced.program.drafter.tapped_layers(traced.program.model))
+    for name, rows, held_in in (
+        ("tapped hidden states, a round's", nodes + 1, ("verify", "commit")),
+        ("tapped hidden states, a prompt's chunk", decode.PREFILL_CHUNK, ("prefill",)),
+    ):
+        tap = jax.ShapeDtypeStruct((batch, rows, traced.program.model.hidden_size), traced.state.cache.dtype)
+        yield Buffer(name, "hidden", tap if taps else None, held_in, taps)
     yield Buffer("draft law", "law", traced.draft.log_q, ("draft", "verify"))
     yield Buffer("verification logits", "law", law, ("verify",))
     yield Buffer("target law", "law", law, ("verify",))
     yield Buffer("tree mask", "mask", mask, ("verify",))
-    yield Buffer("further token's law", "law", jax.ShapeDtypeStruct((batch, 1, vocab), jnp.float32), ("commit",))
+    yield Buffer("bonus token's law", "law", jax.ShapeDtypeStruct((batch, 1, vocab), jnp.float32), ("commit",))
     for phase, found in (("draft", drafting), ("verify", verifying)):
         yield Buffer(f"attention scores, {phase}", "scores", found.scores, (phase,), 2)  # scores, and their softmax
         yield Buffer(f"features, {phase}", "features", found.features, (phase,))

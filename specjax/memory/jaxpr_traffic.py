@@ -23,7 +23,8 @@ import numpy as np
 from jax.extend import core
 
 from specjax.memory.round_trace import Round
-from specjax.mesh import Layout, is_cache, nbytes
+from specjax.mesh import Layout, nbytes
+from specjax.types import Cache
 
 PHASES = ("draft", "verify")
 PARTS = (
@@ -78,7 +79,7 @@ def traffic(traced: Round, layout: Layout, backend: str) -> Traffic:
     own = _labels(layout, "drafter weights", "weights", traced.drafter_params)
     carried, drafted = _held(layout, traced.state), _held(layout, traced.draft)
     drafting.run(traced.drafting, [*weights, *own, *carried], 1)
-    verifying.run(traced.verifying, [*weights, *carried, *drafted], 1)
+    verifying.run(traced.verifying, [*weights, *own, *carried, *drafted], 1)
     batch, nodes = traced.draft.tokens.shape
     if traced.draft.log_q is not None:
         drafting.laws(_size(traced.draft.log_q), ("written",))
@@ -103,12 +104,12 @@ def _held(layout: Layout, owner: Any) -> list[Origin | None]:
     """Labels of the arrays of a `State` or a `Draft`."""
     labels: list[Origin | None] = []
     for field in dataclasses.fields(owner):
-        for piece in jax.tree.leaves(getattr(owner, field.name), is_leaf=is_cache):
+        for piece in jax.tree.leaves(getattr(owner, field.name), is_leaf=lambda node: isinstance(node, Cache)):
             if field.metadata.get("static"):
                 continue
             if field.name == "log_q":  # counted by its size
                 labels.append(None)
-            elif is_cache(piece):
+            elif isinstance(piece, Cache):
                 labels += _labels(layout, "target KV" if field.name == "cache" else "drafter KV", "kv", piece)
             else:
                 labels += _labels(layout, "state", "state", piece)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from specjax import decode, sampling
 from specjax.engine import MAX_END_IDS
-from specjax.types import Counts, Draft, Target
+from specjax.types import Draft, Prompts
 
 Weights = Any
 """A tree of arrays, or of the `jax.ShapeDtypeStruct`s that stand for them."""
@@ -33,7 +33,7 @@ class Round:
     state: Any  # a `decode.State`
     draft: Draft
     drafting: Any  # the jaxpr of `propose(params, drafter_params, state)`
-    verifying: Any  # of `settle(params, state, draft)`
+    verifying: Any  # of `verify_and_commit(params, drafter_params, state, draft)`
 
     @property
     def vocabulary_sizes(self) -> frozenset[int]:
@@ -46,24 +46,18 @@ class Round:
 def state_shapes(
     program: decode.Program, params: Weights, drafter_params: Weights, *, batch: int, capacity: int, cache_dtype: Any
 ) -> Any:
-    """The batch's `decode.State` as `jax.ShapeDtypeStruct`s: those that `decode.start` returns.
-
-    Only what depends on the model or the drafter is traced; a whole prefill would take seconds.
-    """
+    """The batch's `decode.State` as `jax.ShapeDtypeStruct`s: those of its own builder."""
 
     def build(params: Any, drafter_params: Any) -> decode.State:
-        model, taps = program.model, program.drafter.hidden_layers
-        tokens, row = jnp.zeros((batch, capacity), jnp.int32), jnp.zeros((batch,), jnp.int32)
-        flag, sampler = row > 0, sampling.make_sampling(batch)
-        cache = model.init_cache(batch, capacity, jnp.dtype(cache_dtype))
-        hidden: tuple[Any, ...] = ()
-        if taps:
-            tapped = model.forward(params, tokens[:, :1], cache, row, taps=taps).taps
-            hidden = tuple(jnp.zeros((batch, 1, capacity, tap.shape[-1]), tap.dtype) for tap in tapped)
-        drafter = program.drafter.init(drafter_params, Target(model, params, cache, tokens, row, hidden, sampler))
-        counts = Counts(tokens, tokens, tokens, tokens, tokens.astype(jnp.float32), tokens > 0)
-        keys, ends = sampling.row_keys(0, range(batch)), jnp.zeros((MAX_END_IDS,), jnp.int32)
-        return decode.State(tokens, row, row, flag, flag, keys, row, ends, sampler, cache, hidden, drafter, counts)
+        prompts = Prompts(
+            tokens=jnp.zeros((batch, capacity), jnp.int32),
+            length=jnp.zeros((batch,), jnp.int32),
+            limit=jnp.zeros((batch,), jnp.int32),
+            keys=sampling.row_keys(0, range(batch)),
+            end_ids=jnp.zeros((MAX_END_IDS,), jnp.int32),
+            sampling=sampling.make_sampling(batch),
+        )
+        return decode.init_state(program, params, drafter_params, prompts, cache_dtype)
 
     with _naming(program):
         return jax.eval_shape(build, structs(params), structs(drafter_params))
@@ -91,7 +85,7 @@ def _trace(
     with _naming(program):
         propose = functools.partial(decode.propose, program)
         drafting, draft = jax.make_jaxpr(propose, return_shape=True)(params, own, state)
-        verifying = jax.make_jaxpr(functools.partial(decode.settle, program))(params, state, draft)
+        verifying = jax.make_jaxpr(functools.partial(decode.verify_and_commit, program))(params, own, state, draft)
     _check_draft(program, draft, state, capacity)
     return Round(program, params, own, state, draft, drafting.jaxpr, verifying.jaxpr)
 

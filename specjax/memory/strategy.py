@@ -120,26 +120,16 @@ def preset(name: str) -> ModelConfig:
 
 
 def build(spec: str, window: int = 0) -> Drafter:
-    """A drafter from its text; see `Strategy`."""
-    settings: dict[str, str] = {}
-    if not spec.partition(":")[0].endswith(".py"):
-        spec, _, fields = spec.partition(":")
-        for field in filter(None, fields.split(",")):
-            name, equals, value = field.partition("=")
-            settings |= {name: value} if equals else {"checkpoint": name}
-    if spec == "external" and "checkpoint" in settings:
-        preset(settings["checkpoint"])
-    if window and spec != "none":
-        settings.setdefault("num_speculative_tokens", str(window))
-    return plugins.load_drafter(spec, settings)
+    """A drafter from its text, with a window where the text leaves it open."""
+    return plugins.load_drafter(spec, {"num_speculative_tokens": str(window)} if window and spec != "none" else {})
 
 
 @functools.lru_cache(maxsize=64)
 def _shapes(model: Llama, drafter: Drafter, dtype: str) -> tuple[decode.Program, Weights, Weights]:
     drafter.check(model)
     params = _cast(model.shapes(), dtype)
-    if getattr(drafter, "checkpoint", "") in PRESETS:  # weights that need not exist
-        own = _cast(Llama(PRESETS[drafter.checkpoint]).shapes(), dtype)  # type: ignore[attr-defined]
+    if drafter.checkpoint in PRESETS:  # weights that need not exist
+        own = _cast(Llama(PRESETS[drafter.checkpoint]).shapes(), dtype)
     else:
         own = jax.eval_shape(lambda key, weights: drafter.params(key, model, weights), jax.random.key(0), params)
     return decode.Program(model, drafter), params, own

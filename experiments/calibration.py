@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no job after these")
     parser.add_argument("--only", default="", metavar="TEXT", help="jobs whose names start with this")
     parser.add_argument("--output", type=Path, default=Path("experiments/calibration"))
-    parser.add_argument("--readme", type=Path, default=Path("README.md"), help="its tables are written anew, too")
+    parser.add_argument("--readme", type=Path, default=Path("specjax/exactness/README.md"), help="its tables, too")
     args = parser.parse_args(arguments)
     began, store = time.perf_counter(), open_store(args.output.with_suffix(".jsonl"))
     chosen = {name: job for name, job in jobs(args.seeds).items() if name.startswith(args.only)}

@@ -99,7 +99,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after that time")
     parser.add_argument("--device", default="", help="only this device")
     parser.add_argument("--target", default="", help="only this target")
-    parser.add_argument("--readme", type=Path, default=Path("README.md"), help="its summary is written anew, too")
+    parser.add_argument("--readme", type=Path, default=Path("specjax/memory/README.md"), help="its summary, too")
     arguments, failed = parser.parse_args(), 0
     path = HERE / "memory_table.jsonl"
     wanted = {

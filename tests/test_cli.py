@@ -49,7 +49,7 @@ def refused(capsys, *arguments):
         (["--top-k", "-1"], "top_k=-1: must be finite and >= 0"),
         (["--min-p", "2"], "min_p=2.0: must be finite and in [0, 1]"),
         (["--dtype", "int3"], "invalid choice: 'int3' (choose from"),
-        (["--rule", "hopeful"], "unknown rule 'hopeful': choose from token"),
+        (["--rule", "hopeful"], "unknown rule 'hopeful': must be one of token"),
         (["--category", "poetry"], "unknown category 'poetry'"),
         (["--limit", "0"], "'0': must be an integer of at least 1"),
         (["--batch-size", "none"], "'none': must be an integer of at least 1"),

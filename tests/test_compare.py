@@ -478,7 +478,7 @@ def test_a_comparison_is_equal_by_value_however_its_drafters_were_given():
         ({"limit": 0}, "limit=0: must be at least 1"),
         ({"batch_size": 0}, "batch_size=0: must be at least 1"),
         ({"limit": 1, "all": True}, "limit=1 and all=True: give one of them"),
-        ({"rule": "hopeful"}, "unknown rule 'hopeful': choose from token"),
+        ({"rule": "hopeful"}, "unknown rule 'hopeful': must be one of token"),
         ({"drafters": ["eagle9"]}, "unknown drafter 'eagle9'"),
         ({"drafters": [("a", Nothing()), "ngram", ("ngram", Nothing())]}, "two drafters are named 'ngram'"),
     ],

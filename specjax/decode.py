@@ -25,7 +25,7 @@ from specjax import cache as kv
 from specjax import sampling, verify
 from specjax.drafter import Drafter
 from specjax.state import State, append, commit, lay_out
-from specjax.types import Cache, Draft, Model, Params, Prompts, Seen, Target, Verified
+from specjax.types import Cache, Counts, Draft, Model, Params, Prompts, Seen, Target, Verified
 
 PREFILL_CHUNK = 64
 """Prompt tokens per pass: prompts of any length share a compilation, and hidden states are held for one chunk."""

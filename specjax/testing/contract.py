@@ -33,7 +33,7 @@ from specjax.testing.differences import (
     same_draft,
 )  # fmt: skip
 from specjax.testing.targets import tiny_model
-from specjax.types import Draft, Model, Params, Prompts, Seen, Target, Text
+from specjax.types import Cache, Draft, Model, Params, Prompts, Seen, Target, Text
 
 CAPACITY, NEW_TOKENS, LATE = 64, 30, 6
 TEMPERATURES = (1.0, 0.7, 0.0)

@@ -102,11 +102,11 @@ def test_a_pruned_copy_keeps_a_cache_of_its_own_layers_only():
 def test_nothing_adds_nothing_and_a_window_costs_its_laws_and_slots():
     assert set(account("none").added_bytes.values()) == {0}
     found, batch, window, vocab = account("external", {"num_speculative_tokens": "3"}), 2, 3, 61
-    assert found.bytes("draft law") == batch * window * vocab * 4
+    assert found.bytes("draft probabilities") == batch * window * vocab * 4
     assert found.bytes("verification logits") == batch * (window + 1) * vocab * 4
     cache = found.bytes("target KV, committed") + found.bytes("target KV, speculative window")
     assert found.bytes("target KV, speculative window") == cache * window // 64
-    assert account("ngram").bytes("draft law") == 0  # a point mass
+    assert account("ngram").bytes("draft probabilities") == 0  # a point mass
 
 
 @pytest.mark.parametrize("spec", ["none", "ngram", "external", "fp8"])
@@ -163,8 +163,8 @@ class Bush(Drafter):
         """Zeros."""
         rows, nodes = target.length.shape[0], self.num_speculative_tokens
         parents = jnp.zeros((nodes,), jnp.int32).at[0].set(-1)
-        law = jnp.zeros((rows, nodes, target.model.vocab_size))
-        return Draft(jnp.zeros((rows, nodes), jnp.int32), law, target.length * 0, target.cache, state, parents, 2)
+        log_q = jnp.zeros((rows, nodes, target.model.vocab_size))
+        return Draft(jnp.zeros((rows, nodes), jnp.int32), log_q, target.cache, state, target.length * 0, parents, 2)
 
 
 def test_more_branches_never_need_less_and_a_tree_pays_for_its_mask():
@@ -178,8 +178,8 @@ def test_more_branches_never_need_less_and_a_tree_pays_for_its_mask():
 def test_a_dimension_that_the_mesh_does_not_divide_is_whole_on_every_device():
     layout = mesh.split(4, 2)
     odd, even = (jax.ShapeDtypeStruct((2, 3, vocab), jnp.float32) for vocab in (61, 64))
-    assert layout.size("law", (), odd) == nbytes(odd)
-    assert layout.size("law", (), even) * 4 == nbytes(even)
+    assert layout.size("probs", (), odd) == nbytes(odd)
+    assert layout.size("probs", (), even) * 4 == nbytes(even)
 
 
 @dataclass(frozen=True)

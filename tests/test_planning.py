@@ -238,7 +238,7 @@ def test_times_are_the_larger_of_bytes_and_operations_part_by_part():
     traffic = traffic_of(Strategy("tiny", "none", 8, 256, platform="gpu"), WHOLE)
     by_hand = sum(
         max(traffic.bytes("verify", part) / 1e9, traffic.of("verify", part, "flop") / 1e12)
-        for part in ("target weights", "target KV", "attention scores", "law buffers", "window write", "state")
+        for part in ("target weights", "target KV", "attention scores", "probability buffers", "window write", "state")
     )
     assert roofline.round_time(traffic, device).verify_s == pytest.approx(by_hand)
     assert roofline.bound(traffic, "verify", device) == "memory"

@@ -70,9 +70,9 @@ def test_laws_are_counted_once_each_way():
     batch, window, vocab = 2, 3, CONFIG.vocab_size
     found, _, _ = measured_traffic(load("external", {"num_speculative_tokens": "3"}))
     law = batch * vocab * 4
-    assert found.of("draft", "law buffers", "written") == 2 * window * law  # logits, and the law drawn from
-    assert found.of("verify", "law buffers", "read") == window * law + 2 * (window + 1) * law
-    assert measured_traffic("ngram")[0].of("draft", "law buffers", "written") == 0
+    assert found.of("draft", "probability buffers", "written") == 2 * window * law  # logits, and the law drawn from
+    assert found.of("verify", "probability buffers", "read") == window * law + 2 * (window + 1) * law
+    assert measured_traffic("ngram")[0].of("draft", "probability buffers", "written") == 0
 
 
 def test_a_tree_pays_for_its_commit_and_a_chain_does_not():

@@ -45,7 +45,7 @@ class Liar(Drafter):
             return tokens, jax.random.choice(three, jnp.asarray(law, jnp.float32), (nodes, IDS)), count, parents
 
         tokens, log_q, count, parents = jax.vmap(lie)(keys, target.length)
-        return Draft(tokens, log_q, count, target.cache, state, parents, self.depth)
+        return Draft(tokens, log_q, target.cache, state, count, parents, self.depth)
 
 
 @pytest.mark.parametrize("depth", [0, 2, 9])

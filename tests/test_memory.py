@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from specjax import cache as kv
 from specjax import decode, memory, mesh
 from specjax.cli import main
 from specjax.cli import memory as command
@@ -19,7 +20,7 @@ from specjax.memory.account import GROUPS
 from specjax.memory.buffers import PHASES
 from specjax.memory.compiler import Compiled
 from specjax.memory.strategy import Strategy
-from specjax.mesh import is_cache, nbytes
+from specjax.mesh import nbytes
 from specjax.model import PRESETS, Llama
 from specjax.testing import tiny_config
 from specjax.types import Draft
@@ -186,20 +187,18 @@ def test_a_dimension_that_the_mesh_does_not_divide_is_whole_on_every_device():
 class Remembering(Drafter):
     """A drafter with state of every kind, as a researcher might write it."""
 
-    def params(self, key, model, target_params):
+    def init_params(self, key, model, target_params):
         """Five floats."""
         return {"mine": jnp.zeros((5,), jnp.float32)}
 
-    def init(self, params, target):
+    def init(self, params, model, batch, capacity, dtype):
         """A cache of one layer, and a table."""
-        batch = target.length.shape[0]
-        pair = (jnp.zeros((batch, 1, 7, 2)), jnp.zeros((batch, 1, 7, 2)))
-        return {"cache": (pair,), "table": jnp.zeros((batch, 11), jnp.int32)}
+        return {"cache": kv.init_cache(1, batch, 1, 7, 2, dtype), "table": jnp.zeros((batch, 11), jnp.int32)}
 
     def propose(self, keys, params, state, target):
         """Zeros."""
         tokens = jnp.zeros((target.length.shape[0], self.num_speculative_tokens), jnp.int32)
-        return Draft(tokens, None, jnp.zeros_like(target.length), target.cache, state)
+        return Draft(tokens, None, target.cache, state, jnp.zeros_like(target.length))
 
 
 def test_a_drafter_of_ones_own_needs_no_code_for_its_account():
@@ -209,14 +208,23 @@ def test_a_drafter_of_ones_own_needs_no_code_for_its_account():
     assert found.bytes("drafter state") == 2 * 11 * 4
 
 
-def test_a_cache_is_told_from_other_state_by_its_form():
-    part = jnp.zeros((2, 1, 7, 2))
-    assert is_cache(((part, part),))
-    assert is_cache([[part, part], [part, part]])
-    assert not is_cache((part, part))
-    assert not is_cache(())
-    assert not is_cache(((part, part[:, :, :3]),))
-    assert not is_cache(((part[0], part[0]),))
+@dataclass(frozen=True)
+class Tapping(Remembering):
+    """The same, shown the outputs of two layers."""
+
+    def tapped_layers(self, model):
+        return (1, 3)
+
+
+def test_taps_cost_a_window_and_a_chunk_and_not_the_whole_text():
+    short, long = (account(drafter=Tapping(2), capacity=capacity) for capacity in (64, 128))
+    for found in (short, long):
+        assert (
+            found.bytes("tapped hidden states, a round's") == 2 * 2 * 3 * 32 * 4
+        )  # taps, rows, window, width, float32
+        assert found.bytes("tapped hidden states, a prompt's chunk") == 2 * 2 * 64 * 32 * 4
+    plain = account(drafter=Remembering(2), capacity=64)
+    assert short.phase_bytes("verify") - plain.phase_bytes("verify") == 2 * 2 * 3 * 32 * 4
 
 
 def test_weights_split_over_a_mesh_and_heads_that_do_not_divide_it_are_repeated():

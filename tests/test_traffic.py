@@ -96,7 +96,7 @@ class Twice(Drafter):
         x = params["table"][target.tokens[:, 0]] @ params["matrix"][:, :8]
         x = jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ params["matrix"] @ params["matrix"].T), x)
         tokens = jnp.zeros((x.shape[0], self.num_speculative_tokens), jnp.int32) + x.sum().astype(jnp.int32)
-        return Draft(tokens, None, jnp.zeros_like(target.length), target.cache, state)
+        return Draft(tokens, None, target.cache, state, jnp.zeros_like(target.length))
 
 
 def test_a_drafter_of_ones_own_needs_no_code_for_its_traffic():

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import Engine, decode, plugins, prompts, weights
+from specjax import Engine, LanguageModel, decode, plugins, prompts, weights
 from specjax.model import Llama
 
 COPY_OVERLAP = 0.6
@@ -95,7 +95,7 @@ def against_transformers(
     if not set(missing) <= {"lm_head.weight"} or unexpected:
         raise RuntimeError(f"weights don't fit transformers' model: {missing}, {unexpected}")
     ids = torch.tensor([prompt])
-    loop = Loop(Engine(model, params, plugins.load_drafter("none")), prompt, new_tokens, capacity=256)
+    loop = Loop(Engine(LanguageModel.of(model, params), plugins.load_drafter("none")), prompt, new_tokens, capacity=256)
 
     def generate(count: int) -> float:
         before = time.perf_counter()
@@ -123,7 +123,7 @@ def round_against_forward(
 ) -> dict[str, float]:
     """Seconds of a round in the loop, and of a bare forward pass of `window + 1` tokens on an equal cache."""
     settings = {} if name == "none" else {"num_speculative_tokens": str(window)}
-    loop = Loop(Engine(model, params, plugins.load_drafter(name, settings)), prompt, 32, capacity=256)
+    loop = Loop(Engine(LanguageModel.of(model, params), plugins.load_drafter(name, settings)), prompt, 32, capacity=256)
 
     @functools.partial(jax.jit, donate_argnums=1)
     def forward(params: Any, cache: Any, tokens: jax.Array, start: jax.Array) -> Any:
@@ -157,7 +157,7 @@ def overlap(answer: list[int], prompt: list[int], n: int = 4) -> float:
 
 def copying(model: Llama, params: Any, texts: list[list[int]], end_ids: list[int], repeats: int) -> dict[str, Any]:
     """`ngram` against `none` over the prompts whose answers copy."""
-    engines = {name: Engine(model, params, plugins.load_drafter(name)) for name in ("none", "ngram")}
+    engines = {name: Engine(LanguageModel.of(model, params), plugins.load_drafter(name)) for name in ("none", "ngram")}
     options = {"max_new_tokens": 96, "end_ids": end_ids, "capacity": 512, "seed": 0}
     chosen = []
     for prompt in texts:

@@ -10,7 +10,7 @@ import sys
 import pytest
 from fixtures_cli import byte_tokenizer, question_file, tiny_checkpoint  # noqa: F401
 
-from specjax import Engine, Nothing, cli, drafter, weights
+from specjax import Engine, LanguageModel, Nothing, cli, plugins, weights
 from specjax.cli import generate, options
 from specjax.model import PRESETS, Llama
 
@@ -48,7 +48,7 @@ def refused(capsys, *arguments):
         (["--top-k", "-1"], "top_k=-1: must be finite and >= 0"),
         (["--min-p", "2"], "min_p=2.0: must be finite and in [0, 1]"),
         (["--dtype", "int3"], "invalid choice: 'int3' (choose from"),
-        (["--rule", "hopeful"], "invalid choice: 'hopeful' (choose from"),
+        (["--rule", "hopeful"], "unknown rule 'hopeful': must be one of token, match"),
         (["--category", "poetry"], "unknown category 'poetry'"),
         (["--limit", "0"], "'0': must be an integer of at least 1"),
         (["--batch-size", "none"], "'none': must be an integer of at least 1"),
@@ -71,7 +71,7 @@ def test_compare_refuses_bad_input_in_one_line_before_it_reads_weights(
     monkeypatch,
     capsys,
 ):
-    monkeypatch.setattr(options.Subject, "load", None)
+    monkeypatch.setattr(weights.Checkpoint, "load", None)
     monkeypatch.chdir(tmp_path)
     command = ["compare", "--target", checkpoint, "--prompts", questions, "--out", tmp_path / "run", *arguments]
     assert message in refused(capsys, *command)
@@ -117,7 +117,7 @@ def test_generate_streams_the_engines_text_and_then_its_statistics(checkpoint, c
     assert cli.main(arguments) == 0
     shown = capsys.readouterr()
     opened, tokenizer = weights.open_checkpoint(str(checkpoint)), byte_tokenizer()
-    [expected] = Engine(Llama(opened.config), opened.load(), Nothing()).generate(
+    [expected] = Engine(LanguageModel.of(Llama(opened.config), opened.load())).generate(
         [tokenizer.chat(PROMPT)], max_new_tokens=12, seed=0, end_ids=tokenizer.end_ids, capacity=256
     )
     assert shown.out == tokenizer.decode(expected.tokens) + "\n"
@@ -166,28 +166,28 @@ def test_ctrl_c_while_preparing_is_130(monkeypatch, capsys):
 def test_drafters_are_listed_with_their_settings(capsys):
     assert cli.main(["drafters"]) == 0
     shown = capsys.readouterr().out
-    for name in drafter.available():
+    for name in plugins.available():
         assert f"\n{name}" in "\n" + shown
     assert "prompt_lookup_max=3" in shown
     assert "./file.py:Class" in shown
 
 
 def test_settings_go_to_the_drafters_that_have_them_and_names_keep_equal_drafters_apart():
-    subject = options.Subject(None, Llama(PRESETS["smollm2-135m"]), byte_tokenizer(), "float32")
+    subject = LanguageModel("smollm2-135m", Llama(PRESETS["smollm2-135m"]), byte_tokenizer())
     built = options.load_drafters(
         ["none", "ngram", "ngram:num_speculative_tokens=3", "early-exit"],
         ["num_speculative_tokens=5", "early-exit.exit_layer=7", "prompt_lookup_max=4"],
         subject,
     )
     assert built["none"] == Nothing()
-    assert built["ngram"] == drafter.load("ngram", {"num_speculative_tokens": "5", "prompt_lookup_max": "4"})
+    assert built["ngram"] == plugins.load_drafter("ngram", {"num_speculative_tokens": "5", "prompt_lookup_max": "4"})
     assert built["ngram:num_speculative_tokens=3"].num_speculative_tokens == 3
-    assert built["early-exit"] == drafter.load("early-exit", {"num_speculative_tokens": "5", "exit_layer": "7"})
+    assert built["early-exit"] == plugins.load_drafter("early-exit", {"num_speculative_tokens": "5", "exit_layer": "7"})
 
 
 def test_ids_that_the_target_does_not_have_are_refused_before_anything_is_computed():
     config = dataclasses.replace(PRESETS["smollm2-135m"], vocab_size=257)
-    subject = options.Subject(None, Llama(config), byte_tokenizer(), "float32")
+    subject = LanguageModel("smollm2-135m", Llama(config), byte_tokenizer())
     assert subject.encode("hi", None, raw=True)
     with pytest.raises(ValueError, match=r"gives id 258 \('<\|im_end\|>'\), the target has 257 ids"):
         subject.encode("hi", None)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from fixtures_cli import PROMPTS, question_file, tiny_checkpoint  # noqa: F401
 
-from specjax import cli, measure, records, summary, testing
-from specjax.cli import compare, options
+from specjax import cli, measure, records, summary, testing, weights
+from specjax.cli import compare
 from specjax.cli.errors import Failure
 from specjax.cli.preparation import make_manifest, make_plan
 from specjax.engine import NotFiniteError
@@ -211,7 +211,7 @@ def test_a_folder_of_other_things_is_refused(command, tmp_path, capsys):
 
 
 def test_an_unwritable_folder_is_refused_before_weights_are_read(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(options.Subject, "load", None)
+    monkeypatch.setattr(weights.Checkpoint, "load", None)
     (tmp_path / "file").write_text("")
     assert command(tmp_path / "file" / "run") == 2
     message = capsys.readouterr().err
@@ -220,7 +220,7 @@ def test_an_unwritable_folder_is_refused_before_weights_are_read(command, tmp_pa
 
 
 def test_too_little_space_is_refused_before_weights_are_read(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(options.Subject, "load", None)
+    monkeypatch.setattr(weights.Checkpoint, "load", None)
     monkeypatch.setattr(records.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
     assert command(tmp_path / "run") == 2
     assert "less than 16 MiB are free" in capsys.readouterr().err

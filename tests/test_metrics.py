@@ -139,7 +139,8 @@ def test_the_models_estimate_divides_tokens_by_the_cost_of_a_round():
 def decode():
     """Decode two prompts with a drafter that is always right, on a target that compiles fast."""
     laws = np.random.default_rng(0).dirichlet(np.ones(7), 8)
-    perfect = engine.Engine(testing.TableModel(7, order=1), testing.table_params(laws), testing.Self(3))
+    target = engine.LanguageModel.of(testing.TableModel(7, order=1), testing.table_params(laws))
+    perfect = engine.Engine(target, testing.Self(3))
     return lambda budget: perfect.generate([[1, 2, 3], [4]], max_new_tokens=budget, seed=0)
 
 

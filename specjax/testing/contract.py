@@ -237,7 +237,9 @@ def check_rows(subject: Subject) -> None:
     turned = jax.tree.map(lambda leaf: leaf if leaf is state.end_ids else jnp.roll(leaf, 1, 0), state)
     moved = subject.propose(turned)
     rows = lambda leaf: None if leaf is None else jnp.roll(leaf, -1, 0)  # noqa: E731
-    back = dataclasses.replace(moved, tokens=rows(moved.tokens), count=rows(moved.count), log_q=rows(moved.log_q))
+    back = dataclasses.replace(
+        moved, tokens=jnp.roll(moved.tokens, -1, 0), count=rows(moved.count), log_q=rows(moved.log_q)
+    )
     same_draft(subject.drafter, "drafts for a row whatever the others are", clean, back)
 
 

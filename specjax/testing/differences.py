@@ -32,7 +32,7 @@ def keeps(drafter: Drafter, method: str, before: PyTree[Array], after: PyTree[Ar
             broken(drafter, f"keeps shapes, dtypes and weak types in `{method}`", where)
 
 
-def spoil(tree: PyTree[Array], where: PyTree[Array]) -> PyTree[Array]:
+def fill_garbage(tree: PyTree[Array], where: PyTree[Array]) -> PyTree[Array]:
     """Garbage where a tree of masks says so."""
 
     def fill(leaf: Array, bad: Array) -> Array:

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from specjax import LanguageModel, decode, memory, mesh
 from specjax import cache as kv
-from specjax import decode, memory, mesh
 from specjax.cli import main
 from specjax.cli import memory as command
-from specjax.drafter import Drafter, load
+from specjax.drafter import Drafter
 from specjax.engine import Engine
 from specjax.memory import aot, hardware
 from specjax.memory.account import GROUPS
@@ -22,6 +22,7 @@ from specjax.memory.compiler import Compiled
 from specjax.memory.strategy import Strategy
 from specjax.mesh import nbytes
 from specjax.model import PRESETS, Llama
+from specjax.plugins import load_drafter
 from specjax.testing import tiny_config
 from specjax.types import Draft
 
@@ -31,7 +32,7 @@ BACKEND = "tpu"  # a CPU's float32 copies are not of interest here
 def subject(spec="none", settings=None, dtype=jnp.float32, drafter=None, **changes):
     """A tiny program with its weights, as shapes."""
     model = Llama(tiny_config(**changes))
-    drafter = drafter or load(spec, settings or {})
+    drafter = drafter or load_drafter(spec, settings or {})
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), model.shapes())
     own = jax.eval_shape(lambda key, weights: drafter.params(key, model, weights), jax.random.key(0), params)
     return decode.Program(model, drafter), params, own
@@ -126,7 +127,7 @@ def test_components_sum_to_the_peak_and_added_bytes_to_its_difference(spec):
 def test_bytes_from_shapes_are_those_of_arrays_that_exist(spec):
     model = Llama(tiny_config(num_layers=1))
     params = model.init(jax.random.key(0))
-    engine = Engine(model, params, load(spec, {"kv": "own"} if spec == "fp8" else {}))
+    engine = Engine(LanguageModel.of(model, params), load_drafter(spec, {"kv": "own"} if spec == "fp8" else {}))
     state = engine.start([[1, 2, 3], [4, 5]], max_new_tokens=4, seed=0)
     found = memory.account(
         engine.program, params, engine.drafter_params,

@@ -264,7 +264,7 @@ def test_what_is_added_a_sequence_does_not_depend_on_how_many_copies_of_the_mode
 def test_an_account_takes_names_or_objects_and_prints_what_is_held_and_left():
     sizes = {"batch": 2, "context": 256}
     named = memory.account_for("smollm2-135m", "ngram:num_speculative_tokens=3", **sizes, device="rtx-4090")
-    drafter = load("ngram", {"num_speculative_tokens": "3"})
+    drafter = load_drafter("ngram", {"num_speculative_tokens": "3"})
     assert memory.account_for(Llama(PRESETS["smollm2-135m"]), drafter, **sizes, device="rtx-4090") == named
     assert named.components == Strategy("smollm2-135m", "ngram", 2, 256, 3, platform="gpu").account().components
     assert named.left_bytes == named.device.limit_bytes - named.needed_bytes > 0

@@ -66,6 +66,9 @@ def test_an_equal_drafter_another_prompt_temperature_limit_or_seed_compiles_noth
     assert subjects.compilations() == sizes
 
 
+SUMMING = ("reads hidden states beyond count", "reads hidden states beyond count in rounds", "forgets a chunk")
+
+
 @dataclasses.dataclass(frozen=True)
 class Broken(Wrapper):
     """A drafter with one fault."""
@@ -80,20 +83,23 @@ class Broken(Wrapper):
             return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state)
         if self.fault == "reads hidden states beyond count":
             return state | {"sum": state["sum"] + seen.hidden[0].sum((1, 2))}
+        if self.fault == "reads hidden states beyond count in rounds":
+            read = seen.hidden[0].sum((1, 2)) if seen.verified is not None else 0.0
+            return state | {"sum": state["sum"] + read}
         if self.fault == "forgets a chunk":
             return state | {"sum": seen.start.astype(jnp.float32)}
         return super().observe(params, state, seen)
 
     def init(self, params, model, batch, capacity, dtype):
-        if self.fault in ("reads hidden states beyond count", "forgets a chunk"):
+        if self.fault in SUMMING:
             return {"sum": jnp.zeros((batch,), jnp.float32)}
         return super().init(params, model, batch, capacity, dtype)
 
     def tapped_layers(self, model):
-        return (1,) if self.fault == "reads hidden states beyond count" else ()
+        return (1,) if self.fault in SUMMING else ()
 
     def propose(self, keys, params, state, target):
-        if self.fault in ("reads hidden states beyond count", "forgets a chunk"):
+        if self.fault in SUMMING:
             return dataclasses.replace(testing.Silent(2).propose(keys, params, (), target), state=state)
         if self.fault == "reads a token ahead":
             ahead = jnp.take_along_axis(target.tokens, target.length[:, None] + jnp.arange(2)[None], 1)
@@ -125,6 +131,7 @@ FAULTS = {
     "borrowed weights": "has no array of the target among its weights",
     "state in another dtype": "keeps shapes, dtypes and weak types in `observe`",
     "reads hidden states beyond count": "does not read what is not real of `seen`",
+    "reads hidden states beyond count in rounds": "does not read what is not real of `seen`",
     "forgets a chunk": "learns the same from a prompt in chunks",
     "reads a token ahead": "does not read tokens at and beyond `length`",
     "looks at its neighbours": "drafts for a row whatever the others are",

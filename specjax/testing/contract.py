@@ -19,7 +19,7 @@ from jaxtyping import Array, PyTree
 
 from specjax import cache as kv
 from specjax import decode, sampling
-from specjax.drafter import Drafter, Nothing
+from specjax.drafter import Drafter, Nothing, Wrapper
 from specjax.testing.differences import (
     GARBAGE,
     broken,
@@ -31,6 +31,7 @@ from specjax.testing.differences import (
     pairs,
     real_nodes,
     same_draft,
+    same_state,
 )  # fmt: skip
 from specjax.testing.targets import tiny_model
 from specjax.types import Cache, Draft, Model, Params, Prompts, Seen, Target, Text
@@ -150,7 +151,7 @@ def check_shapes(program: decode.Program, params: Params, weights: Params, promp
     rows, nodes = len(TEMPERATURES), drafter.num_speculative_tokens
     build = functools.partial(decode.init_state, program, cache_dtype=jnp.float32)
     state = jax.eval_shape(build, params, weights, prompts)
-    show = functools.partial(_show, program, CAPACITY, False)
+    show = functools.partial(_show, program)
     _, shown = jax.eval_shape(show, params, weights, prompts, 0, state.cache, state.drafter)
     keeps(drafter, "observe", state.drafter, shown)
     draft = jax.eval_shape(functools.partial(decode.propose, program), params, weights, state)
@@ -197,18 +198,39 @@ def check_reads(trial: Trial) -> None:
 
 
 def check_observes(trial: Trial) -> None:
-    """What it learns of a prompt depends on what is real of `seen`, and not on how the prompt was cut."""
-    rules = {
-        (CAPACITY, True): "does not read what is not real of `seen`: tokens and hidden states beyond `count`, the "
-        "target beyond its end",
-        (SMALL_CHUNK, False): "learns the same from a prompt in chunks",
-    }
-    kept = jax.tree.map(jnp.logical_not, trial.drafter.scratch(trial.begun, trial.prompts.length + 1))
-    for (width, spoil), rule in rules.items():
-        other = _read(trial, width, spoil)
-        for path, old, new, real in pairs(trial.begun, other, kept):
-            old, new = np.where(real, old, 0), np.where(real, new, 0)
-            compare(trial.drafter, rule, path, old, new, rtol=1e-3, atol=1e-3)
+    """What it learns depends on what is real of `seen`, in prompts and rounds, and not on how a prompt was cut."""
+    drafter, program = trial.drafter, dataclasses.replace(trial.program, drafter=Misled(inner=trial.drafter))
+    misled = begin(program, trial.params, trial.weights, trial.prompts).state
+    rule = (
+        "does not read what is not real of `seen`: tokens and hidden states beyond `count`, the target beyond its end"
+    )
+    compare(drafter, rule, "tokens", trial.state.tokens, misled.tokens)
+    same_state(drafter, rule, trial.state.drafter, misled.drafter, trial.state.length)
+    rule = "learns the same from a prompt in chunks"
+    same_state(drafter, rule, trial.begun, _read(trial), trial.prompts.length + 1)
+
+
+@dataclass(frozen=True)
+class Misled(Wrapper):
+    """A drafter that is shown garbage wherever nothing is real."""
+
+    def observe(self, params: Params, state: PyTree[Array], seen: Seen) -> PyTree[Array]:
+        target, steps = seen.target, jnp.arange(seen.tokens.shape[1], dtype=jnp.int32)[None]
+        real = steps < seen.count[:, None]
+        slot = jnp.arange(target.tokens.shape[1], dtype=jnp.int32)[None]
+        unread = kv.scratch(target.cache, jnp.minimum(seen.start + seen.count, target.length))
+        target = dataclasses.replace(
+            target,
+            tokens=jnp.where(slot < target.length[:, None], target.tokens, 7),
+            cache=fill_garbage(target.cache, unread),
+        )
+        seen = dataclasses.replace(
+            seen,
+            target=target,
+            tokens=jnp.where(real, seen.tokens, 7),
+            hidden=tuple(jnp.where(real[..., None], tap, jnp.asarray(GARBAGE, tap.dtype)) for tap in seen.hidden),
+        )
+        return self.inner.observe(params, state, seen)
 
 
 def check_writes(trial: Trial) -> None:
@@ -325,35 +347,24 @@ def check_greedy_text(trial: Trial) -> None:
     compare(trial.drafter, "leaves greedy text as it is", "tokens", texts[1], texts[0])
 
 
-def _read(trial: Trial, width: int, spoil: bool) -> PyTree[Array]:
-    """The drafter's state after the prompts, shown `width` tokens at a time."""
+def _read(trial: Trial) -> PyTree[Array]:
+    """The drafter's state after the prompts, shown `SMALL_CHUNK` tokens at a time."""
     program, params, weights, prompts = trial.program, trial.params, trial.weights, trial.prompts
     empty = decode.empty(program, params, weights, prompts, cache_dtype=jnp.float32)
     cache, state = empty.cache, empty.drafter
-    show = jax.jit(_show, static_argnums=(0, 1, 2))
-    for first in range(0, int(prompts.length.max()), width):
-        cache, state = show(
-            program, width, spoil, params, weights, prompts, jnp.asarray(first, jnp.int32), cache, state
-        )
+    show = jax.jit(_show, static_argnames=("program",))
+    for first in range(0, int(prompts.length.max()), SMALL_CHUNK):
+        cache, state = show(program, params, weights, prompts, jnp.asarray(first, jnp.int32), cache, state)
     return state
 
 
 def _show(
-    program: decode.Program, width: int, spoil: bool, params: Params, weights: Params, prompts: Prompts,
-    first: Any, cache: Cache, state: PyTree[Array],
-) -> tuple[Cache, PyTree[Array]]:  # fmt: skip
-    """One chunk of the prompts: read by the target, then seen by the drafter, with garbage where nothing is real."""
+    program: decode.Program, params: Params, weights: Params, prompts: Prompts, first: Any, cache: Cache, state: Any
+) -> tuple[Cache, PyTree[Array]]:
+    """One chunk of the prompts: read by the target, then seen by the drafter."""
     start = jnp.full_like(prompts.length, first)
-    count = jnp.clip(prompts.length - first, 0, width)
-    window = jax.lax.dynamic_slice_in_dim(prompts.tokens, first, width, 1)
+    count = jnp.clip(prompts.length - first, 0, SMALL_CHUNK)
+    window = jax.lax.dynamic_slice_in_dim(prompts.tokens, first, SMALL_CHUNK, 1)
     out = program.model.forward(params, window, cache, start, taps=program.drafter.tapped_layers(program.model))
-    shown, hidden, tokens = out.cache, out.taps, prompts.tokens
-    if spoil:
-        real = jnp.arange(width, dtype=jnp.int32)[None] < count[:, None]
-        window = jnp.where(real, window, 7)
-        hidden = tuple(jnp.where(real[..., None], tap, GARBAGE) for tap in hidden)
-        slot = jnp.arange(CAPACITY, dtype=jnp.int32)[None]
-        tokens = jnp.where(slot < prompts.length[:, None], tokens, 7)
-        shown = fill_garbage(shown, kv.scratch(shown, prompts.length))
-    target = Target(program.model, params, shown, tokens, prompts.length, prompts.sampling)
-    return out.cache, program.drafter.observe(weights, state, Seen(target, window, start, count, hidden))
+    target = Target(program.model, params, out.cache, prompts.tokens, prompts.length, prompts.sampling)
+    return out.cache, program.drafter.observe(weights, state, Seen(target, window, start, count, out.taps))

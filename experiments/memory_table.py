@@ -141,8 +141,8 @@ HEAD = (
 INTRODUCTION = """Bytes per device of the compiled, donated loop of rounds (propose, verify, commit; window 5,
 bfloat16), from shapes and from the device's own compiler. Written by `memory_table.py`.
 
-The difference is the padding of arguments to tiles, and temporaries beyond those that shapes name (laws, logits,
-attention scores). A compiler's bytes are those that it assigned in HBM: a TPU's vector memory is not in them.
+The difference is the padding of arguments to tiles, and temporaries beyond those that shapes name (probabilities,
+logits, attention scores). A compiler's bytes are those that it assigned in HBM: a TPU's vector memory is not in them.
 "Addresses" are tables of a tuple's parts, 16 KiB each on a TPU; `memory_table.jsonl` has all temporaries to 64 KiB.
 """
 BEGIN, END = "<!-- memory: written by experiments/memory_table.py -->", "<!-- end of memory -->"

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from specjax import weights
 from specjax.drafter import Drafter
@@ -48,7 +49,7 @@ class LanguageModel:
             raise ValueError(f"{self.name} has no weights: load_target reads them, LanguageModel.of takes them")
         return self.checkpoint.load(self.dtype)
 
-    def shapes(self) -> Params:
+    def shapes(self) -> PyTree[jax.ShapeDtypeStruct]:
         """The weights' shapes and dtypes; nothing is read."""
         if "params" in vars(self) or not isinstance(self.model, Llama):
             return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.params)

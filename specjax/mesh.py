@@ -36,7 +36,7 @@ _WEIGHTS: dict[str, tuple[Any, ...]] = {
 _ARRAYS: dict[str, tuple[Any, ...]] = {
     "kv": ("data", "heads", None, None),
     "scores": ("data", "heads", "group"),
-    "law": ("data", None, MODEL),
+    "probs": ("data", None, MODEL),
     "mask": ("data",),
     "hidden": ("data",),
     "state": ("data",),

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 from specjax import decode
-from specjax.drafter import load
 from specjax.memory.jaxpr_traffic import traffic
 from specjax.memory.round_trace import trace_round
 from specjax.mesh import Layout
 from specjax.model import PRESETS, Llama
+from specjax.plugins import load_drafter
 from specjax.testing import tiny_config
 
 SIZES = {"num_layers": 3, "context_length": 512, "tied_embeddings": False}
@@ -26,7 +26,7 @@ def preset():
 def measured_traffic(drafter, batch=2, capacity=64, layout=None, backend="tpu", dtype=jnp.bfloat16, **changes):
     """What a tiny program's round moves, with its weights."""
     model = Llama(tiny_config(**(SIZES | changes)))
-    drafter = load(drafter) if isinstance(drafter, str) else drafter
+    drafter = load_drafter(drafter) if isinstance(drafter, str) else drafter
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), model.shapes())
     own = jax.eval_shape(lambda key, weights: drafter.params(key, model, weights), jax.random.key(0), params)
     traced = trace_round(decode.Program(model, drafter), params, own, batch=batch, capacity=capacity, cache_dtype=dtype)

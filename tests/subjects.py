@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from specjax import cache as kv
-from specjax import decode, drafter, sampling, testing
+from specjax import decode, plugins, sampling, testing
 from specjax.drafter import Drafter, Wrapper
 from specjax.types import Draft, Prompts
 
@@ -142,11 +142,11 @@ def drafters(k):
     """Every drafter of the repository that drafts, by the name that a report gives it."""
     number = {"num_speculative_tokens": str(k)}
     return {
-        "ngram": drafter.load("ngram", number),
-        "early-exit": drafter.load("early-exit", number),
-        "external": drafter.load("external", number),
-        "fp8-shared": drafter.load("fp8", number | {"kv": "shared"}),
-        "fp8-own": drafter.load("fp8", number | {"kv": "own"}),
+        "ngram": plugins.load_drafter("ngram", number),
+        "early-exit": plugins.load_drafter("early-exit", number),
+        "external": plugins.load_drafter("external", number),
+        "fp8-shared": plugins.load_drafter("fp8", number | {"kv": "shared"}),
+        "fp8-own": plugins.load_drafter("fp8", number | {"kv": "own"}),
     }
 
 

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import decode, make_sampling, memory
-from specjax.drafter import load
+from specjax import LanguageModel, decode, memory
 from specjax.engine import Engine
 from specjax.memory.buffers import PHASES
 from specjax.memory.compiler import QUICK, lower
 from specjax.memory.round_trace import state_shapes
 from specjax.mesh import nbytes
 from specjax.model import Llama
+from specjax.plugins import load_drafter
 from specjax.testing import tiny_config, tiny_model
 
 STRATEGIES = {
@@ -36,7 +36,7 @@ def large(spec, settings):
             head_dim=128, context_length=8192,
         )
     )  # fmt: skip
-    drafter = load(spec, settings)
+    drafter = load_drafter(spec, settings)
     params = model.shapes()
     own = jax.eval_shape(lambda key, weights: drafter.params(key, model, weights), jax.random.key(0), params)
     return decode.Program(model, drafter), params, own
@@ -94,18 +94,18 @@ def test_shapes_of_the_state_are_those_that_the_loop_starts_with():
 
 def test_another_prompt_temperature_limit_or_seed_compiles_nothing():
     model, params = tiny_model(num_layers=2)
-    engine = Engine(model, params, load("early-exit", {"num_speculative_tokens": "2"}))
+    engine = Engine(LanguageModel.of(model, params), load_drafter("early-exit", {"num_speculative_tokens": "2"}))
     engine.generate([[1, 2, 3]], max_new_tokens=4, seed=0)
     functions = (decode.empty, decode.read_chunk, decode.observe_chunk, decode.first_token, decode.run)
     before = [function._cache_size() for function in functions]
-    same = Engine(model, params, load("early-exit", {"num_speculative_tokens": "2"}))
-    same.generate([[5, 4, 3, 2, 1]], max_new_tokens=9, seed=7, sampler=make_sampling(1, 0.7, top_k=5, top_p=0.9))
+    same = Engine(LanguageModel.of(model, params), load_drafter("early-exit", {"num_speculative_tokens": "2"}))
+    same.generate([[5, 4, 3, 2, 1]], max_new_tokens=9, seed=7, temperature=0.7, top_k=5, top_p=0.9)
     assert [function._cache_size() for function in functions] == before
 
 
 def test_a_first_round_with_fresh_arrays_and_a_second_with_its_results_share_a_compilation():
     model, params = tiny_model(num_layers=2)
-    engine = Engine(model, params, load("ngram", {"num_speculative_tokens": "2"}))
+    engine = Engine(LanguageModel.of(model, params), load_drafter("ngram", {"num_speculative_tokens": "2"}))
     state = engine.start([[1, 2, 3]], max_new_tokens=9, seed=0)
     before = decode.step._cache_size()
     for _ in range(3):  # a weak type in the first state would compile a second time
@@ -115,7 +115,7 @@ def test_a_first_round_with_fresh_arrays_and_a_second_with_its_results_share_a_c
 
 def test_the_loop_moves_nothing_between_host_and_device():
     model, params = tiny_model(num_layers=2)
-    engine = Engine(model, params, load("ngram", {"num_speculative_tokens": "2"}))
+    engine = Engine(LanguageModel.of(model, params), load_drafter("ngram", {"num_speculative_tokens": "2"}))
     state = engine.start([[1, 2, 3]], max_new_tokens=9, seed=0)
     with jax.transfer_guard("disallow"):
         state = decode.run(engine.program, params, engine.drafter_params, state)
@@ -126,7 +126,7 @@ def test_the_loop_moves_nothing_between_host_and_device():
 
 def test_a_consumed_state_is_refused_by_name_of_the_fault():
     model, params = tiny_model(num_layers=2)
-    engine = Engine(model, params, load("none"))
+    engine = Engine(LanguageModel.of(model, params), load_drafter("none"))
     state = engine.start([[1, 2, 3]], max_new_tokens=2, seed=0, capacity=128)
     decode.run(engine.program, params, engine.drafter_params, state)
     with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):

@@ -11,7 +11,7 @@ import pytest
 import subjects
 from subjects import CAPACITY, run_rows
 
-from specjax import decode, drafter, sampling, testing
+from specjax import LanguageModel, decode, plugins, sampling, testing
 from specjax.drafter import Drafter, Nothing, Wrapper
 from specjax.engine import Engine
 from specjax.testing import ContractError, check_drafter
@@ -28,7 +28,7 @@ every_drafter = pytest.mark.parametrize("name", ALL)
 
 def test_every_drafter_of_the_repository_is_tested():
     files = {name.removesuffix("-shared").removesuffix("-own") for name in ALL}
-    assert set(drafter.available()) == files
+    assert set(plugins.available()) == files
     assert {path.stem.replace("_", "-") for path in DRAFTERS.glob("[!_]*.py")} <= files
 
 
@@ -229,7 +229,7 @@ def test_draft_acceptance_and_further_token_have_keys_of_their_own(tiny, monkeyp
 def test_the_shipped_engine_gives_the_plain_text_twice_and_hands_out_fresh_buffers(tiny, greedy_texts, name):
     """The real `jit`s, donation included: two calls with the same prompts."""
     model, params = tiny
-    engine = Engine(model, params, ALL[name])
+    engine = Engine(LanguageModel.of(model, params), ALL[name])
     chosen = [greedy_texts[i] for i in (0, 5, 7)]
     for _ in range(2):
         got = engine.generate([prompt for prompt, _ in chosen], max_new_tokens=20, seed=0, capacity=CAPACITY)

@@ -21,7 +21,7 @@ from subjects import (
     tampered,
 )  # fmt: skip
 
-from specjax import decode, drafter, sampling, testing
+from specjax import LanguageModel, decode, plugins, sampling, testing
 from specjax.drafter import Nothing
 from specjax.engine import Engine, NotFiniteError
 
@@ -162,7 +162,7 @@ def test_a_text_that_fills_the_cache_to_the_last_slot_is_right(tiny, greedy_text
 def test_a_long_run_keeps_length_and_cache_in_step(tiny):
     """A hundred rounds of mixed acceptance: the last token is still the plain decoder's."""
     model, params = tiny
-    own = drafter.load("external", {"num_speculative_tokens": "2"})
+    own = plugins.load_drafter("external", {"num_speculative_tokens": "2"})
     weights = own.params(jax.random.key(0), model, params)
     rows = run_rows(*tiny, own, weights, [[1, 2]] * 3, 200, capacity=256)
     for end in (50, 150, 200):
@@ -174,7 +174,7 @@ def test_a_prompt_longer_than_a_prefill_chunk_is_read_whole(tiny):
     model, params = tiny
     prompt = np.random.default_rng(0).integers(0, 29, 3 * decode.PREFILL_CHUNK - 5).tolist()
     text, _ = subjects.plain_greedy(model, params, prompt, 4)
-    engine = Engine(model, params, Nothing())
+    engine = Engine(LanguageModel.of(model, params), Nothing())
     others = [prompt[: decode.PREFILL_CHUNK], prompt[: decode.PREFILL_CHUNK + 1]]
     got = engine.generate([prompt, *others], max_new_tokens=4, seed=0, capacity=256)
     assert got[0].tokens == text
@@ -233,16 +233,15 @@ def test_rows_at_temperature_zero_are_greedy_beside_sampled_ones(tiny, greedy_te
 
 def test_the_same_request_gives_the_same_text_as_the_first_and_the_tenth_call(tiny):
     model, params = tiny
-    engine = Engine(model, params, Nothing())
+    engine = Engine(LanguageModel.of(model, params), Nothing())
 
     def once(seed=7):
         jax.random.normal(jax.random.key(0), (3,))  # unrelated use of randomness
         np.random.default_rng().random()
         return [
-            g.tokens for g in engine.generate([[1, 2], [3]], max_new_tokens=12, seed=seed, sampler=warm, capacity=64)
+            g.tokens for g in engine.generate([[1, 2], [3]], max_new_tokens=12, seed=seed, temperature=1.0, capacity=64)
         ]
 
-    warm = sampling.make_sampling(2, 1.0)
     first = once()
     assert all(once() == first for _ in range(9))
     assert once(seed=8) != first
@@ -253,7 +252,7 @@ def test_the_same_request_gives_the_same_text_as_the_first_and_the_tenth_call(ti
 def test_streaming_gives_the_text_of_the_compiled_loop_round_by_round(tiny, greedy_texts):
     model, params = tiny
     prompt, text = greedy_texts[5]
-    engine = Engine(model, params, drafter.load("ngram", {"num_speculative_tokens": "3"}))
+    engine = Engine(LanguageModel.of(model, params), plugins.load_drafter("ngram", {"num_speculative_tokens": "3"}))
     stream, pieces = engine.stream(prompt, max_new_tokens=12, seed=0, capacity=64), []
     while True:
         try:
@@ -281,7 +280,7 @@ def test_logits_that_are_not_finite_raise_with_the_position_and_keep_what_was_em
     model = testing.TableModel(5, order=1)
     for chosen in (Nothing(), testing.Silent(2)):
         with pytest.raises(NotFiniteError, match=r"logits of row 0 are not finite at position 4") as error:
-            Engine(model, params, chosen).generate([[0], [4]], max_new_tokens=9, seed=0, capacity=32)
+            Engine(LanguageModel.of(model, params), chosen).generate([[0], [4]], max_new_tokens=9, seed=0, capacity=32)
         bad, good = error.value.generations
         assert (bad.tokens, bad.finish) == ([1, 2, 3], "not_finite")
         assert (good.tokens, good.finish) == ([0, 1, 2, 3], "not_finite")
@@ -291,7 +290,7 @@ def test_a_poisoned_row_does_not_disturb_its_neighbour(tiny):
     model, params = testing.TableModel(4, order=1), testing.table_params(np.tile(np.eye(4)[[1, 2, 0, 3, 0]], 1))
     params["table"] = params["table"].at[3].set(np.nan)
     with pytest.raises(NotFiniteError, match="row 1") as error:
-        Engine(model, params, Nothing()).generate([[0], [3]], max_new_tokens=6, seed=0, capacity=32)
+        Engine(LanguageModel.of(model, params), Nothing()).generate([[0], [3]], max_new_tokens=6, seed=0, capacity=32)
     good, bad = error.value.generations
     assert (good.tokens, good.finish) == ([1, 2, 0, 1, 2, 0], "length")
     assert (bad.tokens, bad.finish) == ([], "not_finite")
@@ -302,5 +301,5 @@ def test_the_draft_gated_by_the_logits_after_the_last_token_is_rejected_when_the
     laws = np.eye(4)[[0, 2, 2, 3, 0]]
     model, params = testing.TableModel(4, order=1), testing.table_params(laws)
     for k in (1, 3):
-        chosen = drafter.load("ngram", {"num_speculative_tokens": str(k)})
+        chosen = plugins.load_drafter("ngram", {"num_speculative_tokens": str(k)})
         assert run_rows(model, params, chosen, (), [[1, 1, 1]], 4).tokens == [[2, 2, 2, 2]]

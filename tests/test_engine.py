@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import subjects
 
-from specjax import drafter, sampling, testing
-from specjax.drafter import Nothing, load
+from specjax import LanguageModel, plugins, testing
+from specjax.drafter import Nothing
 from specjax.engine import MAX_END_IDS, Engine, capacity_for
 from specjax.model import Llama
+from specjax.plugins import load_drafter
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,7 @@ def _quick(monkeypatch):
 
 @pytest.fixture
 def engine(tiny):
-    return Engine(*tiny, load("ngram", {"num_speculative_tokens": "2"}))
+    return Engine(LanguageModel.of(*tiny), load_drafter("ngram", {"num_speculative_tokens": "2"}))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_a_request_that_cannot_be_served_is_refused_with_its_reason(engine, prom
 def test_a_prompt_that_fills_the_context_but_for_one_token_gets_exactly_one(tiny):
     """No reserve for drafts leaks into what the user may ask for."""
     prompt = np.random.default_rng(0).integers(0, 29, 255).tolist()
-    engine = Engine(*tiny, load("ngram", {"num_speculative_tokens": "4"}))
+    engine = Engine(LanguageModel.of(*tiny), load_drafter("ngram", {"num_speculative_tokens": "4"}))
     (got,) = engine.generate([prompt], max_new_tokens=1, seed=0)
     assert got.tokens == subjects.plain_greedy(*tiny, prompt, 1)[0]
     assert engine.generate([prompt], max_new_tokens=0, seed=0)[0].tokens == []
@@ -64,7 +65,7 @@ def test_a_draft_as_long_as_the_context_is_refused(tiny, tokens):
     with pytest.raises(
         ValueError, match=f"num_speculative_tokens={tokens}: must be smaller than the target's context of 256"
     ):
-        Engine(*tiny, load("ngram", {"num_speculative_tokens": str(tokens)}))
+        Engine(LanguageModel.of(*tiny), load_drafter("ngram", {"num_speculative_tokens": str(tokens)}))
 
 
 @pytest.mark.parametrize("name", ["ngram", "early-exit", "external", "fp8"])
@@ -73,7 +74,7 @@ def test_a_drafter_that_drafts_nothing_is_refused_with_a_way_out(name, tokens):
     with pytest.raises(
         ValueError, match=f"num_speculative_tokens={tokens}: must be at least 1; use the drafter `none`"
     ):
-        load(name, {"num_speculative_tokens": str(tokens)})
+        load_drafter(name, {"num_speculative_tokens": str(tokens)})
 
 
 def test_the_drafter_none_refuses_to_draft():
@@ -91,7 +92,7 @@ def test_the_drafter_none_refuses_to_draft():
 )
 def test_a_drafter_that_does_not_fit_the_target_is_refused(tiny, spec, settings, message):
     with pytest.raises(ValueError, match=message):
-        Engine(*tiny, load(spec, settings))
+        Engine(LanguageModel.of(*tiny), load_drafter(spec, settings))
 
 
 def test_a_drafter_of_another_vocabulary_is_refused_with_both_sizes(tiny):
@@ -99,7 +100,7 @@ def test_a_drafter_of_another_vocabulary_is_refused_with_both_sizes(tiny):
     with pytest.raises(
         ValueError, match="draft vocabulary 49152 ≠ target vocabulary 29: use a drafter that was trained"
     ):
-        Engine(*tiny, load("external", {"checkpoint": "smollm2-360m"}))
+        Engine(LanguageModel.of(*tiny), load_drafter("external", {"checkpoint": "smollm2-360m"}))
 
 
 # Loading a drafter by name or by path.
@@ -109,27 +110,27 @@ def test_an_unknown_drafter_is_refused_with_the_known_ones():
     with pytest.raises(
         ValueError, match=r"unknown drafter 'medusa': choose from none, .*ngram.*, or name ./file.py:Class"
     ):
-        load("medusa")
+        load_drafter("medusa")
 
 
 def test_an_unknown_field_is_refused_with_the_fields():
     with pytest.raises(
         ValueError, match=r"'ngram' has no field 'window': its fields are num_speculative_tokens, prompt"
     ):
-        load("ngram", {"window": "3"})
+        load_drafter("ngram", {"window": "3"})
 
 
 def test_a_value_of_the_wrong_type_is_refused_with_an_example():
     with pytest.raises(ValueError, match="num_speculative_tokens='many': expected int, as in num_speculative_tokens=7"):
-        load("ngram", {"num_speculative_tokens": "many"})
+        load_drafter("ngram", {"num_speculative_tokens": "many"})
 
 
 def test_fields_are_parsed_to_the_type_of_their_default():
-    assert load("ngram", {"prompt_lookup_max": "5"}).prompt_lookup_max == 5
-    assert load("early-exit", {"exit_norm": "true"}).exit_norm is True
-    assert load("early-exit", {"exit_norm": "false"}).exit_norm is False
+    assert load_drafter("ngram", {"prompt_lookup_max": "5"}).prompt_lookup_max == 5
+    assert load_drafter("early-exit", {"exit_norm": "true"}).exit_norm is True
+    assert load_drafter("early-exit", {"exit_norm": "false"}).exit_norm is False
     with pytest.raises(ValueError, match="exit_norm='maybe': expected bool, as in exit_norm=False"):
-        load("early-exit", {"exit_norm": "maybe"})
+        load_drafter("early-exit", {"exit_norm": "maybe"})
 
 
 MINE = """
@@ -145,27 +146,27 @@ class Mine(Drafter):
 def test_a_file_gives_its_only_drafter_or_the_named_one(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(MINE)
-    assert load(str(path)).width == load(f"{path}:Mine", {"width": "2"}).width == 2
+    assert load_drafter(str(path)).width == load_drafter(f"{path}:Mine", {"width": "2"}).width == 2
     path.write_text(MINE + MINE.replace("Mine", "Other").replace("2", "3"))
-    assert load(f"{path}:Other").width == 3
+    assert load_drafter(f"{path}:Other").width == 3
     with pytest.raises(ValueError, match=r"defines 2 drafters \(Mine, Other\): name one, as file.py:Class"):
-        load(str(path))
+        load_drafter(str(path))
     with pytest.raises(ValueError, match="no drafter class 'Yours' in .*mine.py: it defines Mine, Other"):
-        load(f"{path}:Yours")
+        load_drafter(f"{path}:Yours")
 
 
 def test_the_same_file_loaded_twice_gives_equal_drafters(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(MINE)
-    first = load(str(path))
-    assert first == load(str(path))
+    first = load_drafter(str(path))
+    assert first == load_drafter(str(path))
     path.write_text(MINE.replace("2", "3"))  # and an edited one its new content
-    assert (first.width, load(str(path)).width) == (2, 3)
+    assert (first.width, load_drafter(str(path)).width) == (2, 3)
 
 
 def test_a_drafter_file_that_is_missing_or_raises_is_named_with_its_error(tmp_path):
     with pytest.raises(ValueError, match=r"no drafter file .*gone.py"):
-        load(str(tmp_path / "gone.py:Mine"))
+        load_drafter(str(tmp_path / "gone.py:Mine"))
     path = tmp_path / "broken.py"
     for text, error in (
         ("1 / 0", "ZeroDivisionError: division by zero"),
@@ -174,14 +175,14 @@ def test_a_drafter_file_that_is_missing_or_raises_is_named_with_its_error(tmp_pa
     ):
         path.write_text(text)
         with pytest.raises(RuntimeError, match=f"drafter file .*broken.py raised .*{error}"):
-            load(str(path))
+            load_drafter(str(path))
 
 
 def test_a_drafter_without_a_proposal_is_an_error_at_the_first_round(tiny, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(MINE)
     with pytest.raises(NotImplementedError):
-        Engine(*tiny, load(str(path))).generate([[1]], max_new_tokens=3, seed=0)
+        Engine(LanguageModel.of(*tiny), load_drafter(str(path))).generate([[1]], max_new_tokens=3, seed=0)
 
 
 # Results.
@@ -229,7 +230,7 @@ def test_a_round_that_meets_an_end_id_counts_what_was_emitted(index, emitted, ac
     laws = np.eye(12)[[*range(1, 12), 0, 0]]
     whole = np.tile(np.arange(32), (1, 1)) % 12
     engine = Engine(
-        testing.TableModel(12, order=1), testing.table_params(laws), testing.Oracle(5),
+        LanguageModel.of(testing.TableModel(12, order=1), testing.table_params(laws)), testing.Oracle(5),
         drafter_params={"tokens": jnp.asarray(whole, jnp.int32), "accept": jnp.asarray([5])},
     )  # fmt: skip
     (got,) = engine.generate([[0]], max_new_tokens=11, seed=0, end_ids=[index + 1], capacity=32)
@@ -241,9 +242,11 @@ def test_a_round_that_meets_an_end_id_counts_what_was_emitted(index, emitted, ac
 def test_rejected_drafts_and_silence_are_not_counted_as_accepted():
     laws = np.eye(6)[[*range(1, 6), 0, 0]]
     model, params = testing.TableModel(6, order=1), testing.table_params(laws)
-    (silent,) = Engine(model, params, testing.Silent(3)).generate([[0]], max_new_tokens=6, seed=0, capacity=32)
+    (silent,) = Engine(LanguageModel.of(model, params), testing.Silent(3)).generate(
+        [[0]], max_new_tokens=6, seed=0, capacity=32
+    )
     assert silent.counts.drafted.tolist() == silent.counts.accepted.tolist() == [0] * 5
-    (hostile,) = Engine(model, params, testing.Hostile(3, end_id=5)).generate(
+    (hostile,) = Engine(LanguageModel.of(model, params), testing.Hostile(3, end_id=5)).generate(
         [[0]], max_new_tokens=6, seed=0, capacity=32
     )
     assert hostile.tokens == silent.tokens == [1, 2, 3, 4, 5, 0]
@@ -251,16 +254,16 @@ def test_rejected_drafts_and_silence_are_not_counted_as_accepted():
 
 
 def test_options_of_sampling_reach_every_row(tiny):
-    engine = Engine(*tiny, Nothing())
-    sampler = sampling.make_sampling(3, [0.0, 5.0, 5.0], top_k=[0, 1, 0])
-    got = engine.generate([[3]] * 3, max_new_tokens=12, seed=0, sampler=sampler, capacity=64)
+    engine = Engine(LanguageModel.of(*tiny), Nothing())
+    settings = {"temperature": [0.0, 5.0, 5.0], "top_k": [0, 1, 0]}
+    got = engine.generate([[3]] * 3, max_new_tokens=12, seed=0, capacity=64, **settings)
     assert got[0].tokens == got[1].tokens  # top-k of one is greedy at any temperature
     assert got[2].tokens != got[0].tokens
 
 
 def test_available_names_every_drafter_with_a_line_about_it():
-    assert set(drafter.available()) == {"none", "ngram", "early-exit", "external", "fp8"}
-    assert all(line for line in drafter.available().values())
+    assert set(plugins.available()) == {"none", "ngram", "early-exit", "external", "fp8"}
+    assert all(line for line in plugins.available().values())
 
 
 @pytest.mark.parametrize(
@@ -270,7 +273,7 @@ def test_a_cache_of_padded_heads_gives_the_same_text_and_every_drafter_pads_its_
     model, params = tiny
     padded = Llama(dataclasses.replace(model.config, cache_lanes=16))
     assert model.config.head_dim == 8
-    engine = Engine(padded, params, load(name, settings))
+    engine = Engine(LanguageModel.of(padded, params), load_drafter(name, settings))
     state = engine.start([greedy_texts[3][0]], max_new_tokens=2, seed=0)
     caches = [leaf for leaf in jax.tree.leaves((state.cache, state.drafter)) if leaf.ndim == 4]
     assert {leaf.shape[3] for leaf in caches} == {16}

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from specjax.experiments import calibration, error_rates
 
-from specjax import decode, drafter, verify
+from specjax import decode, plugins, verify
 from specjax.exactness import gate, identity, lab
 from specjax.exactness.mutants import CONTROLS, VERIFY_MUTANTS, rules, score
 from specjax.exactness.sampler import Setting
@@ -149,7 +149,7 @@ SHORT_GRID = {  # fields, and (vocabulary, tokens that are enumerated)
 def test_every_drafter_has_the_enumerated_law_in_mixed_batches_of_ragged_prompts(name):
     fields, (vocab, new_tokens) = SHORT_GRID[name]
     subject = llama_subject(vocab)
-    program = decode.Program(subject.model, drafter.load(name, fields))
+    program = decode.Program(subject.model, plugins.load_drafter(name, fields))
     experiment = lab.Experiment(program, subject, new_tokens=new_tokens)
     report = lab.run([experiment], calibration.SETTINGS, 1 << 15, alpha=1e-3, detect=0.3, seed=0)
     assert report.passed, str(report)

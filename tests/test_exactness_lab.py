@@ -201,7 +201,9 @@ class Scalar(verify.Token):
         return replace(verdict, bonus=verdict.bonus[0])
 
 
-@pytest.mark.parametrize(("rule", "message"), [(object(), "lacks verify"), (Scalar(), "verdict's bonus is")], ids=str)
+@pytest.mark.parametrize(
+    ("rule", "message"), [(object(), "lacks verify"), (Scalar(), "verdict's bonus is")], ids=["no verify", "one bonus"]
+)
 def test_a_rule_that_breaks_the_interface_is_refused_by_name(rule, message):
     with pytest.raises(ValueError, match=message):
         check(RIGHT, rule=rule, **QUICK)

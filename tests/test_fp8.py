@@ -10,11 +10,11 @@ import pytest
 import subjects
 from specjax.drafters.fp8 import quantize
 
-from specjax import drafter, testing
+from specjax import drafter, plugins, testing
 from specjax.model.decoder import FP8, project
 from specjax.types import Target
 
-fp8 = drafter.load("fp8")
+fp8 = plugins.load_drafter("fp8")
 
 
 def back(weight):
@@ -159,7 +159,7 @@ def test_quantising_leaves_the_targets_own_forward_as_it_was(tiny, quantised):
 def test_the_own_cache_has_the_target_caches_dtype_and_a_shared_one_is_handed_back(tiny):
     model, params = tiny
     for kv, leaves in (("own", 2 * model.num_layers), ("shared", 0)):
-        chosen = drafter.load("fp8", {"kv": kv})
+        chosen = plugins.load_drafter("fp8", {"kv": kv})
         own = chosen.params(jax.random.key(0), model, params)
         state = subjects.start_rows(model, params, drafter.Nothing(), (), [[1, 2, 3]] * 3, 5)
         cache = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state.cache)
@@ -170,4 +170,4 @@ def test_the_own_cache_has_the_target_caches_dtype_and_a_shared_one_is_handed_ba
 
 def test_an_unknown_kind_of_cache_is_refused():
     with pytest.raises(ValueError, match="kv='mine': must be one of shared, own"):
-        drafter.load("fp8", {"kv": "mine"})
+        plugins.load_drafter("fp8", {"kv": "mine"})

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import subjects
 
-from specjax import drafter, testing
+from specjax import plugins, testing
 from specjax.drafter import Drafter
 from specjax.types import Draft
 
@@ -45,7 +45,7 @@ class Liar(Drafter):
             return tokens, jax.random.choice(three, jnp.asarray(law, jnp.float32), (nodes, IDS)), count, parents
 
         tokens, log_q, count, parents = jax.vmap(lie)(keys, target.length)
-        return Draft(tokens, log_q, count, target.cache, state, parents, self.depth)
+        return Draft(tokens, log_q, target.cache, state, count, parents, self.depth)
 
 
 @pytest.mark.parametrize("depth", [0, 2, 9])
@@ -70,7 +70,7 @@ def test_a_text_that_repeats_is_copied_many_tokens_a_round():
     laws = np.broadcast_to(np.roll(np.eye(IDS), 1, 1)[None], (IDS + 1, IDS, IDS))  # after i comes i + 1
     laws = np.concatenate([laws, np.full((IDS + 1, 1, IDS), 1 / IDS)], 1)
     model, params = testing.TableModel(IDS), testing.table_params(laws)
-    ngram = drafter.load("ngram", {"num_speculative_tokens": "4"})
+    ngram = plugins.load_drafter("ngram", {"num_speculative_tokens": "4"})
     rows = subjects.run_rows(model, params, ngram, (), [[0, 1, 2, 3, 4, 5, 6, 0]], NEW + 1, capacity=32)
     assert rows.tokens == [[(1 + i) % IDS for i in range(NEW + 1)]]
     assert rows.counts[0]["emitted"].tolist() == [5, 5, 5, 5]  # of the first token's twenty followers

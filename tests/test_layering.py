@@ -16,10 +16,14 @@ ALLOWED = {
     "model": {"types", "cache"},
     "text": set(),
     "weights": {"model", "text", "types"},
-    "drafter": {*BASE, "text", "model"},
-    "decode": {*BASE, "cache", "verify", "drafter"},
-    "engine": {*BASE, "decode", "verify", "drafter", "text", "offload"},
-    "offload": {"types"},
+    "drafter": {*BASE, "text", "model", "cache", "weights"},
+    "plugins": {"drafter", "verify", "weights"},
+    "state": {"types", "verify"},
+    "decode": {*BASE, "cache", "verify", "drafter", "state"},
+    "generation": {"types"},
+    "language_model": {"types", "model", "text", "weights", "drafter"},
+    "engine": {*BASE, "decode", "verify", "drafter", "plugins", "generation", "language_model"},
+    "offload": {"types", "drafter"},
 }
 """Modules under specjax that a module may import; those that are not named may import anything but drafters."""
 

@@ -9,18 +9,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from specjax import decode, memory, mesh
+from specjax import LanguageModel, decode, memory, mesh
+from specjax import cache as kv
 from specjax.cli import main
 from specjax.cli import memory as command
-from specjax.drafter import Drafter, load
+from specjax.drafter import Drafter
 from specjax.engine import Engine
 from specjax.memory import aot, hardware
 from specjax.memory.account import GROUPS
 from specjax.memory.buffers import PHASES
 from specjax.memory.compiler import Compiled
 from specjax.memory.strategy import Strategy
-from specjax.mesh import is_cache, nbytes
+from specjax.mesh import nbytes
 from specjax.model import PRESETS, Llama
+from specjax.plugins import load_drafter
 from specjax.testing import tiny_config
 from specjax.types import Draft
 
@@ -30,7 +32,7 @@ BACKEND = "tpu"  # a CPU's float32 copies are not of interest here
 def subject(spec="none", settings=None, dtype=jnp.float32, drafter=None, **changes):
     """A tiny program with its weights, as shapes."""
     model = Llama(tiny_config(**changes))
-    drafter = drafter or load(spec, settings or {})
+    drafter = drafter or load_drafter(spec, settings or {})
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), model.shapes())
     own = jax.eval_shape(lambda key, weights: drafter.params(key, model, weights), jax.random.key(0), params)
     return decode.Program(model, drafter), params, own
@@ -102,11 +104,11 @@ def test_a_pruned_copy_keeps_a_cache_of_its_own_layers_only():
 def test_nothing_adds_nothing_and_a_window_costs_its_laws_and_slots():
     assert set(account("none").added_bytes.values()) == {0}
     found, batch, window, vocab = account("external", {"num_speculative_tokens": "3"}), 2, 3, 61
-    assert found.bytes("draft law") == batch * window * vocab * 4
+    assert found.bytes("draft probabilities") == batch * window * vocab * 4
     assert found.bytes("verification logits") == batch * (window + 1) * vocab * 4
     cache = found.bytes("target KV, committed") + found.bytes("target KV, speculative window")
     assert found.bytes("target KV, speculative window") == cache * window // 64
-    assert account("ngram").bytes("draft law") == 0  # a point mass
+    assert account("ngram").bytes("draft probabilities") == 0  # a point mass
 
 
 @pytest.mark.parametrize("spec", ["none", "ngram", "external", "fp8"])
@@ -125,7 +127,7 @@ def test_components_sum_to_the_peak_and_added_bytes_to_its_difference(spec):
 def test_bytes_from_shapes_are_those_of_arrays_that_exist(spec):
     model = Llama(tiny_config(num_layers=1))
     params = model.init(jax.random.key(0))
-    engine = Engine(model, params, load(spec, {"kv": "own"} if spec == "fp8" else {}))
+    engine = Engine(LanguageModel.of(model, params), load_drafter(spec, {"kv": "own"} if spec == "fp8" else {}))
     state = engine.start([[1, 2, 3], [4, 5]], max_new_tokens=4, seed=0)
     found = memory.account(
         engine.program, params, engine.drafter_params,
@@ -163,8 +165,8 @@ class Bush(Drafter):
         """Zeros."""
         rows, nodes = target.length.shape[0], self.num_speculative_tokens
         parents = jnp.zeros((nodes,), jnp.int32).at[0].set(-1)
-        law = jnp.zeros((rows, nodes, target.model.vocab_size))
-        return Draft(jnp.zeros((rows, nodes), jnp.int32), law, target.length * 0, target.cache, state, parents, 2)
+        log_q = jnp.zeros((rows, nodes, target.model.vocab_size))
+        return Draft(jnp.zeros((rows, nodes), jnp.int32), log_q, target.cache, state, target.length * 0, parents, 2)
 
 
 def test_more_branches_never_need_less_and_a_tree_pays_for_its_mask():
@@ -178,28 +180,26 @@ def test_more_branches_never_need_less_and_a_tree_pays_for_its_mask():
 def test_a_dimension_that_the_mesh_does_not_divide_is_whole_on_every_device():
     layout = mesh.split(4, 2)
     odd, even = (jax.ShapeDtypeStruct((2, 3, vocab), jnp.float32) for vocab in (61, 64))
-    assert layout.size("law", (), odd) == nbytes(odd)
-    assert layout.size("law", (), even) * 4 == nbytes(even)
+    assert layout.size("probs", (), odd) == nbytes(odd)
+    assert layout.size("probs", (), even) * 4 == nbytes(even)
 
 
 @dataclass(frozen=True)
 class Remembering(Drafter):
     """A drafter with state of every kind, as a researcher might write it."""
 
-    def params(self, key, model, target_params):
+    def init_params(self, key, model, target_params):
         """Five floats."""
         return {"mine": jnp.zeros((5,), jnp.float32)}
 
-    def init(self, params, target):
+    def init(self, params, model, batch, capacity, dtype):
         """A cache of one layer, and a table."""
-        batch = target.length.shape[0]
-        pair = (jnp.zeros((batch, 1, 7, 2)), jnp.zeros((batch, 1, 7, 2)))
-        return {"cache": (pair,), "table": jnp.zeros((batch, 11), jnp.int32)}
+        return {"cache": kv.init_cache(1, batch, 1, 7, 2, dtype), "table": jnp.zeros((batch, 11), jnp.int32)}
 
     def propose(self, keys, params, state, target):
         """Zeros."""
         tokens = jnp.zeros((target.length.shape[0], self.num_speculative_tokens), jnp.int32)
-        return Draft(tokens, None, jnp.zeros_like(target.length), target.cache, state)
+        return Draft(tokens, None, target.cache, state, jnp.zeros_like(target.length))
 
 
 def test_a_drafter_of_ones_own_needs_no_code_for_its_account():
@@ -209,14 +209,23 @@ def test_a_drafter_of_ones_own_needs_no_code_for_its_account():
     assert found.bytes("drafter state") == 2 * 11 * 4
 
 
-def test_a_cache_is_told_from_other_state_by_its_form():
-    part = jnp.zeros((2, 1, 7, 2))
-    assert is_cache(((part, part),))
-    assert is_cache([[part, part], [part, part]])
-    assert not is_cache((part, part))
-    assert not is_cache(())
-    assert not is_cache(((part, part[:, :, :3]),))
-    assert not is_cache(((part[0], part[0]),))
+@dataclass(frozen=True)
+class Tapping(Remembering):
+    """The same, shown the outputs of two layers."""
+
+    def tapped_layers(self, model):
+        return (1, 3)
+
+
+def test_taps_cost_a_window_and_a_chunk_and_not_the_whole_text():
+    short, long = (account(drafter=Tapping(2), capacity=capacity) for capacity in (64, 128))
+    for found in (short, long):
+        assert (
+            found.bytes("tapped hidden states, a round's") == 2 * 2 * 3 * 32 * 4
+        )  # taps, rows, window, width, float32
+        assert found.bytes("tapped hidden states, a prompt's chunk") == 2 * 2 * 64 * 32 * 4
+    plain = account(drafter=Remembering(2), capacity=64)
+    assert short.phase_bytes("verify") - plain.phase_bytes("verify") == 2 * 2 * 3 * 32 * 4
 
 
 def test_weights_split_over_a_mesh_and_heads_that_do_not_divide_it_are_repeated():
@@ -255,7 +264,7 @@ def test_what_is_added_a_sequence_does_not_depend_on_how_many_copies_of_the_mode
 def test_an_account_takes_names_or_objects_and_prints_what_is_held_and_left():
     sizes = {"batch": 2, "context": 256}
     named = memory.account_for("smollm2-135m", "ngram:num_speculative_tokens=3", **sizes, device="rtx-4090")
-    drafter = load("ngram", {"num_speculative_tokens": "3"})
+    drafter = load_drafter("ngram", {"num_speculative_tokens": "3"})
     assert memory.account_for(Llama(PRESETS["smollm2-135m"]), drafter, **sizes, device="rtx-4090") == named
     assert named.components == Strategy("smollm2-135m", "ngram", 2, 256, 3, platform="gpu").account().components
     assert named.left_bytes == named.device.limit_bytes - named.needed_bytes > 0

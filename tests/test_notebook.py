@@ -81,10 +81,9 @@ def test_settings_of_sampling_are_one_for_all_or_one_a_row(target):
         engine.generate([PROMPT], max_new_tokens=1, seed=0, top_p=0)
 
 
-@pytest.mark.parametrize("prompts", [PROMPT, [1, 2, 3], np.asarray([1, 2])])
-def test_a_prompt_that_is_no_list_of_prompts_is_refused(target, prompts):
+def test_a_prompt_that_is_no_list_of_prompts_is_refused(target):
     with pytest.raises(ValueError, match="put a single one into a list"):
-        specjax.Engine(target).generate(prompts, max_new_tokens=1, seed=0)
+        specjax.Engine(target).generate(PROMPT, max_new_tokens=1, seed=0)
 
 
 def test_text_without_a_tokenizer_is_refused_and_ids_give_none(tiny):
@@ -129,9 +128,7 @@ def test_a_trained_drafter_remembers_the_file_of_its_target(checkpoint, target, 
 
 
 def test_importing_specjax_waits_for_nothing():
-    program = (
-        "import sys, specjax; print('jax' in sys.modules, specjax.__version__, specjax.Draft.__name__, dir(specjax))"
-    )
+    program = "import sys, specjax; print('jax' in sys.modules, specjax.__version__, specjax.Draft, dir(specjax))"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert shown.startswith("False 0.1.0 <class 'specjax.types.Draft'>")
     assert "load_target" in shown

@@ -5,13 +5,14 @@ import types
 import jax
 import pytest
 
-from specjax import Engine, drafter, offload
+from specjax import Engine, LanguageModel, offload, plugins
 
 
 def test_weights_wait_in_host_memory_and_greedy_text_is_the_plain_decoders(tiny, greedy_texts):
     model, params = tiny
-    kind = drafter.load("external", {"num_speculative_tokens": "2", "keep_layers": "1"})
-    engine = Engine(model, params, kind, offload="host")
+    kind = plugins.load_drafter("external", {"num_speculative_tokens": "2", "keep_layers": "1"})
+    kind, own = offload.move(kind, kind.params(jax.random.key(0), model, params))
+    engine = Engine(LanguageModel.of(model, params), kind, drafter_params=own)
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(engine.drafter_params)} == {"pinned_host"}
     assert offload.size(engine.drafter_params) > 0
     assert offload.fetch_s(engine.drafter_params) > 0
@@ -21,9 +22,9 @@ def test_weights_wait_in_host_memory_and_greedy_text_is_the_plain_decoders(tiny,
 
 
 def test_without_weights_nothing_is_offloaded_and_the_program_is_the_same(tiny):
-    here, there = (Engine(*tiny, drafter.load("ngram"), offload=place) for place in ("", "host"))
-    assert here.program == there.program
-    assert offload.fetch_s(there.drafter_params) == 0
+    kind = plugins.load_drafter("ngram")
+    assert offload.move(kind, own := kind.params(jax.random.key(0), *tiny)) == (kind, own)
+    assert offload.fetch_s(own) == 0
 
 
 def test_a_place_or_a_backend_without_it_is_refused():

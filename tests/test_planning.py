@@ -65,17 +65,17 @@ class Square(Drafter):
         x = target.tokens[..., None].astype(jnp.float32)
         scores = jnp.einsum("btd,bsd->bts", x, x)
         tokens = jnp.zeros((x.shape[0], self.num_speculative_tokens), jnp.int32) + scores.astype(jnp.int32)[:, :1, 0]
-        return Draft(tokens, None, target.length, target.cache, state)
+        return Draft(tokens, None, target.cache, state)
 
 @dataclass(frozen=True)
 class Cube(Drafter):
     """a chain whose state grows with the cube of its window: no parabola"""
-    def init(self, params, target):
+    def init(self, params, model, batch, capacity, dtype):
         k = self.num_speculative_tokens
-        return jnp.zeros((target.length.shape[0], k, k, k))
+        return jnp.zeros((batch, k, k, k))
     def propose(self, keys, params, state, target):
         tokens = jnp.zeros((state.shape[0], self.num_speculative_tokens), jnp.int32)
-        return Draft(tokens, None, target.length, target.cache, state)
+        return Draft(tokens, None, target.cache, state)
 
 @dataclass(frozen=True)
 class Star(Drafter):
@@ -83,33 +83,33 @@ class Star(Drafter):
     def propose(self, keys, params, state, target):
         rows, nodes = target.length.shape[0], self.num_speculative_tokens
         parents = jnp.full((nodes,), -1, jnp.int32)
-        return Draft(jnp.zeros((rows, nodes), jnp.int32), None, target.length, target.cache, state, parents, 1)
+        return Draft(jnp.zeros((rows, nodes), jnp.int32), None, target.cache, state, target.length, parents, 1)
 
 @dataclass(frozen=True)
 class Wide(Drafter):
     """a matrix of its own on the right of a product"""
-    def params(self, key, model, target_params):
+    def init_params(self, key, model, target_params):
         return {"mine": jnp.zeros((16, 4096))}
     def propose(self, keys, params, state, target):
         x = jnp.zeros((target.length.shape[0], 1, 16)) @ params["mine"]
         tokens = jnp.zeros((x.shape[0], self.num_speculative_tokens), jnp.int32) + x[:, 0, :1].astype(jnp.int32)
-        return Draft(tokens, None, target.length, target.cache, state)
+        return Draft(tokens, None, target.cache, state)
 
 @dataclass(frozen=True)
 class Growing(Drafter):
     """a state that is another one after a round"""
-    def init(self, params, target):
-        return jnp.zeros((target.length.shape[0], 3))
+    def init(self, params, model, batch, capacity, dtype):
+        return jnp.zeros((batch, 3))
     def propose(self, keys, params, state, target):
         tokens = jnp.zeros((state.shape[0], self.num_speculative_tokens), jnp.int32)
-        return Draft(tokens, None, target.length, target.cache, jnp.concatenate([state, state], 1))
+        return Draft(tokens, None, target.cache, jnp.concatenate([state, state], 1))
 
 @dataclass(frozen=True)
 class Thicket(Drafter):
     """more nodes than it says"""
     def propose(self, keys, params, state, target):
         tokens = jnp.zeros((target.length.shape[0], 70), jnp.int32)
-        return Draft(tokens, None, target.length, target.cache, state, jnp.full((70,), -1, jnp.int32), 1)
+        return Draft(tokens, None, target.cache, state, target.length, jnp.full((70,), -1, jnp.int32), 1)
 
 @dataclass(frozen=True)
 class Raising(Drafter):
@@ -238,7 +238,7 @@ def test_times_are_the_larger_of_bytes_and_operations_part_by_part():
     traffic = traffic_of(Strategy("tiny", "none", 8, 256, platform="gpu"), WHOLE)
     by_hand = sum(
         max(traffic.bytes("verify", part) / 1e9, traffic.of("verify", part, "flop") / 1e12)
-        for part in ("target weights", "target KV", "attention scores", "law buffers", "window write", "state")
+        for part in ("target weights", "target KV", "attention scores", "probability buffers", "window write", "state")
     )
     assert roofline.round_time(traffic, device).verify_s == pytest.approx(by_hand)
     assert roofline.bound(traffic, "verify", device) == "memory"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import subjects
 
-from specjax import drafter, testing, weights
+from specjax import LanguageModel, plugins, testing, weights
 from specjax.drafter import Nothing
 from specjax.engine import Engine
 from specjax.model import Llama
@@ -23,7 +23,9 @@ def _quick(monkeypatch):
 
 
 def texts(model, params, chosen, prompts=PROMPTS):
-    generations = Engine(model, params, chosen).generate(prompts, max_new_tokens=NEW, seed=0, capacity=64)
+    generations = Engine(LanguageModel.of(model, params), chosen).generate(
+        prompts, max_new_tokens=NEW, seed=0, capacity=64
+    )
     return [generation.tokens for generation in generations], [generation.counts for generation in generations]
 
 
@@ -31,7 +33,7 @@ def test_in_bfloat16_a_text_leaves_the_plain_models_choice_at_near_ties_only(tin
     """Every emitted token, fed to the plain model: its largest logit, or within two units of bfloat16 of it."""
     model, params = tiny
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    found, _ = texts(model, params, drafter.load("ngram", {"num_speculative_tokens": "3"}))
+    found, _ = texts(model, params, plugins.load_drafter("ngram", {"num_speculative_tokens": "3"}))
     forward = jax.jit(lambda tokens, cache: model.logits(params, model.forward(params, tokens, cache, start).hidden)[0])
     start = jnp.zeros(1, jnp.int32)
     for prompt, text in zip(PROMPTS, found, strict=True):
@@ -45,11 +47,11 @@ def test_in_bfloat16_a_text_leaves_the_plain_models_choice_at_near_ties_only(tin
 
 def test_a_quantised_target_keeps_its_own_text_and_accepts_itself(tiny):
     model, params = tiny
-    fp8 = drafter.load("fp8", {"num_speculative_tokens": "2"})
+    fp8 = plugins.load_drafter("fp8", {"num_speculative_tokens": "2"})
     own = fp8.params(jax.random.key(0), model, params)
     quantised, whole = fp8.model(model), subjects.lay_over(params, own)
     plain, _ = texts(quantised, whole, Nothing())
-    assert texts(quantised, whole, drafter.load("ngram"))[0] == plain
+    assert texts(quantised, whole, plugins.load_drafter("ngram"))[0] == plain
     found, counts = texts(quantised, whole, fp8)
     assert found == plain
     assert all((count.accepted == count.drafted).all() for count in counts)
@@ -69,7 +71,7 @@ def test_a_drafters_checkpoint_may_have_another_padding_and_dtype(tmp_path):
     wide, stored = padded(128, jnp.bfloat16)
     weights.save(tmp_path / "draft", wide.config, stored)
     target, own = padded(64, jnp.float32)
-    external = drafter.load("external", {"num_speculative_tokens": "3", "checkpoint": str(tmp_path / "draft")})
+    external = plugins.load_drafter("external", {"num_speculative_tokens": "3", "checkpoint": str(tmp_path / "draft")})
     found, counts = texts(target, own, external)
     assert found == texts(target, own, Nothing())[0]
     assert max(max(text) for text in found) < 61

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from specjax.experiments import calibration, calibration_tables
 
-from specjax import Engine, Nothing, cli, drafter, make_sampling, testing
+from specjax import Engine, LanguageModel, Nothing, cli, plugins, testing
 from specjax.exactness import lab
 from specjax.exactness.mutants import CONTROLS
 
@@ -55,15 +55,16 @@ def test_every_command_in_the_readme_exists():
 def test_the_readmes_drafter_is_exact_greedy_and_draws_from_what_it_reports(file):
     model = testing.TableModel(7, order=1)
     params = testing.table_params(np.random.default_rng(0).dirichlet(np.full(7, 0.3), 8))
-    mine = drafter.load(f"{file}:Bigram", {"num_speculative_tokens": "2"})
+    mine = plugins.load_drafter(f"{file}:Bigram", {"num_speculative_tokens": "2"})
     prompts = [[1, 2, 3, 1, 2], [4]]
     greedy, plain = (
-        Engine(model, params, kind).generate(prompts, max_new_tokens=24, seed=0) for kind in (mine, Nothing())
+        Engine(LanguageModel.of(model, params), kind).generate(prompts, max_new_tokens=24, seed=0)
+        for kind in (mine, Nothing())
     )
     assert [row.tokens for row in greedy] == [row.tokens for row in plain]
     assert sum(int(row.counts.accepted.sum()) for row in greedy) > 10
-    sampled = Engine(model, params, mine).generate(
-        prompts, max_new_tokens=24, seed=0, sampler=make_sampling(2, temperature=1.0)
+    sampled = Engine(LanguageModel.of(model, params), mine).generate(
+        prompts, max_new_tokens=24, seed=0, temperature=1.0
     )
     tested, overlap = (sum(float(getattr(row.counts, name).sum()) for row in sampled) for name in ("tested", "overlap"))
     assert 0 < overlap < tested

@@ -8,7 +8,8 @@ import pytest
 from fixtures_memory import SIZES, measured_traffic, nbytes, preset  # noqa: F401
 
 from specjax import mesh
-from specjax.drafter import Drafter, load
+from specjax.drafter import Drafter
+from specjax.plugins import load_drafter
 from specjax.testing import Tree, tiny_config
 from specjax.types import Draft
 
@@ -48,17 +49,17 @@ def test_each_step_of_a_chain_reads_its_weights_again():
     settings = {"num_speculative_tokens": str(window)}
     plain = measured_traffic("none")[0]
 
-    exit_, params, _ = measured_traffic(load("early-exit", settings | {"exit_layer": "1"}))
+    exit_, params, _ = measured_traffic(load_drafter("early-exit", settings | {"exit_layer": "1"}))
     layers = nbytes(params["layers"]) / CONFIG.num_layers
     head = nbytes(params["lm_head"]) + nbytes(params["norm"])
     assert exit_.of("draft", "target weights", "read") == window * (layers + head + 2 * CONFIG.hidden_size * 2)
     assert exit_.of("draft", "target KV", "read") * 3 == window * plain.of("verify", "target KV", "read")
 
-    fp8, _, own = measured_traffic(load("fp8", settings))
+    fp8, _, own = measured_traffic(load_drafter("fp8", settings))
     assert fp8.of("draft", "drafter weights", "read") == window * nbytes(own)
     assert fp8.of("draft", "drafter KV", "read") == 0
 
-    external, _, own = measured_traffic(load("external", settings | {"keep_layers": "2"}))
+    external, _, own = measured_traffic(load_drafter("external", settings | {"keep_layers": "2"}))
     embedding = nbytes(own["embed_tokens"])
     fed = 2 * 2 * CONFIG.hidden_size * 2  # two tokens a row are fed again, each step
     assert external.of("draft", "drafter weights", "read") == window * (nbytes(own) - embedding + fed)
@@ -68,11 +69,11 @@ def test_each_step_of_a_chain_reads_its_weights_again():
 
 def test_laws_are_counted_once_each_way():
     batch, window, vocab = 2, 3, CONFIG.vocab_size
-    found, _, _ = measured_traffic(load("external", {"num_speculative_tokens": "3"}))
+    found, _, _ = measured_traffic(load_drafter("external", {"num_speculative_tokens": "3"}))
     law = batch * vocab * 4
-    assert found.of("draft", "law buffers", "written") == 2 * window * law  # logits, and the law drawn from
-    assert found.of("verify", "law buffers", "read") == window * law + 2 * (window + 1) * law
-    assert measured_traffic("ngram")[0].of("draft", "law buffers", "written") == 0
+    assert found.of("draft", "probability buffers", "written") == 2 * window * law  # logits, and the law drawn from
+    assert found.of("verify", "probability buffers", "read") == window * law + 2 * (window + 1) * law
+    assert measured_traffic("ngram")[0].of("draft", "probability buffers", "written") == 0
 
 
 def test_a_tree_pays_for_its_commit_and_a_chain_does_not():
@@ -96,7 +97,7 @@ class Twice(Drafter):
         x = params["table"][target.tokens[:, 0]] @ params["matrix"][:, :8]
         x = jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ params["matrix"] @ params["matrix"].T), x)
         tokens = jnp.zeros((x.shape[0], self.num_speculative_tokens), jnp.int32) + x.sum().astype(jnp.int32)
-        return Draft(tokens, None, jnp.zeros_like(target.length), target.cache, state)
+        return Draft(tokens, None, target.cache, state, jnp.zeros_like(target.length))
 
 
 def test_a_drafter_of_ones_own_needs_no_code_for_its_traffic():
@@ -123,6 +124,8 @@ def test_a_mesh_splits_what_is_read_and_adds_two_sums_a_layer():
 
 @pytest.mark.parametrize(("backend", "factor"), [("cpu", 1), ("gpu", 0)])
 def test_a_cpu_writes_and_reads_weights_that_it_converts(backend, factor):
-    found, _, own = measured_traffic(load("fp8", {"num_speculative_tokens": "3"}), backend=backend, dtype=jnp.float32)
+    found, _, own = measured_traffic(
+        load_drafter("fp8", {"num_speculative_tokens": "3"}), backend=backend, dtype=jnp.float32
+    )
     matrices = sum(leaf.size for leaf in jax.tree.leaves(own) if leaf.ndim == 2)
     assert found.of("draft", "converted weights", "written") == factor * 3 * matrices * 4

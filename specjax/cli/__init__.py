@@ -19,7 +19,7 @@ COMMANDS = {
     "memory": ("specjax.cli.memory", "what every strategy holds in memory, for models and devices that are not here"),
     "plan": ("specjax.cli.plan", "predict which strategy and window to choose for a device, and what gives way"),
     "load": ("specjax.cli.load", "early warnings and fingerprints of load, from a run's own records"),
-    "exactness": ("specjax.cli.exactness", "test whether a drafter and a rule keep the target's law"),
+    "exactness": ("specjax.cli.exactness", "test whether a drafter and a rule keep the target's distribution"),
     "drafters": ("specjax.cli.drafters", "list the drafters and their settings"),
 }
 

@@ -161,7 +161,7 @@ def tiers_table(question: Question, options: Sequence[Option]) -> Table:
         title="tiers, PREDICTED, one device: "
         + ", ".join(f"{name} at {rate / GB:g} GB/s" for name, rate in known.items()),
         caption="of the peak: what is brought back for a phase is held in it; queue, GB/s: rate in - rate out at full "
-        "load; must stay: live window, laws, logits, target weights",
+        "load; must stay: live window, probabilities, logits, target weights",
         box=box.SIMPLE_HEAD,
     )
     for column in ("strategy", "may leave"):

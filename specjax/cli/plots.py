@@ -6,22 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Of Okabe and Ito (2008): told apart by the colour-blind, too."""
+from specjax.cli import figures
 
 
 def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     """Write a PNG of the rows of `summary.json`; rows without figures are left out."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    matplotlib.rcParams["text.parse_math"] = False  # a dollar in a file's name is a dollar
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    memory, positions = figure.subplots(1, 2)
+    figure, [[memory, positions]] = figures.new_figure(1, 2, (11, 4.8), title)
     for index, row in enumerate(rows):
-        color, name = COLORS[index % len(COLORS)], row["drafter"]
+        color, name = figures.color(index), row["drafter"]
         length, added = row["acceptance_length"], row["added_bytes"]
         if length is not None and added is not None:
             low, high = row["acceptance_length_interval"] or (length, length)
@@ -33,11 +25,10 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
             positions.plot(steps, row["per_position"], marker="o", color=color)
     memory.set(xlabel="memory added to none (MiB)", ylabel="acceptance length, 95 % interval over prompts")
     memory.set_xscale("symlog", linthresh=1)
-    memory.xaxis.set_major_formatter("{x:g}")  # the default one writes formulas
+    figures.plain_numbers(memory.xaxis)
     memory.set_ylim(bottom=0.9)
     positions.set(xlabel="drafted position", ylabel="acceptance, of the rounds that reached it", ylim=(-0.02, 1.02))
     positions.xaxis.get_major_locator().set_params(integer=True)
     if memory.containers:
         figure.legend(loc="outside lower center", ncols=3)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=figures.DPI)

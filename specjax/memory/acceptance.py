@@ -58,7 +58,7 @@ class Profile:
         return cls(tuple(float(np.mean(accepted >= k)) for k in range(1, int(drafted.max(initial=0)) + 1)), source)
 
     def expected_tokens(self, window: int) -> float:
-        """Tokens a round of `window` drafts emits on average, the further one included."""
+        """Tokens a round of `window` drafts emits on average, the bonus token included."""
         known = self.survival[:window]
         total, last = 1.0 + sum(known), known[-1] if known else 0.0
         for _ in range(window - len(known)):

@@ -1,7 +1,7 @@
-"""Buffers that live within a round: laws, logits, attention scores, dequantised weights.
+"""Buffers that live within a round: probabilities, logits, attention scores, dequantised weights.
 
 Found by walking the traced functions. What a compiler fuses away is not here: elementwise results, for
-one. What it must write to memory is: products of matrices, laws that two phases read, on a CPU the
+one. What it must write to memory is: products of matrices, probabilities that two phases read, on a CPU the
 weights that it converts before a product, and on a TPU a padded copy of an embedding of odd width.
 """
 
@@ -62,7 +62,7 @@ def buffers(traced: Round, backend: str) -> Iterator[Buffer]:
         _products(jaxpr, weights, traced.vocabulary_sizes) for jaxpr in (traced.drafting, traced.verifying)
     )
     (batch, nodes), vocab = traced.draft.tokens.shape, traced.program.model.vocab_size
-    law = jax.ShapeDtypeStruct((batch, nodes + 1, vocab), jnp.float32)
+    probs = jax.ShapeDtypeStruct((batch, nodes + 1, vocab), jnp.float32)
     mask = None if traced.draft.parents is None else jax.ShapeDtypeStruct((batch, nodes + 1, nodes + 1), jnp.bool)
     taps = len(traced.program.drafter.tapped_layers(traced.program.model))
     for name, rows, held_in in (
@@ -71,11 +71,12 @@ def buffers(traced: Round, backend: str) -> Iterator[Buffer]:
     ):
         tap = jax.ShapeDtypeStruct((batch, rows, traced.program.model.hidden_size), traced.state.cache.dtype)
         yield Buffer(name, "hidden", tap if taps else None, held_in, taps)
-    yield Buffer("draft law", "law", traced.draft.log_q, ("draft", "verify"))
-    yield Buffer("verification logits", "law", law, ("verify",))
-    yield Buffer("target law", "law", law, ("verify",))
+    yield Buffer("draft probabilities", "probs", traced.draft.log_q, ("draft", "verify"))
+    yield Buffer("verification logits", "probs", probs, ("verify",))
+    yield Buffer("target probabilities", "probs", probs, ("verify",))
     yield Buffer("tree mask", "mask", mask, ("verify",))
-    yield Buffer("bonus token's law", "law", jax.ShapeDtypeStruct((batch, 1, vocab), jnp.float32), ("commit",))
+    bonus = jax.ShapeDtypeStruct((batch, 1, vocab), jnp.float32)
+    yield Buffer("bonus token's probabilities", "probs", bonus, ("commit",))
     for phase, found in (("draft", drafting), ("verify", verifying)):
         yield Buffer(f"attention scores, {phase}", "scores", found.scores, (phase,), 2)  # scores, and their softmax
         yield Buffer(f"features, {phase}", "features", found.features, (phase,))

@@ -4,7 +4,7 @@ The jaxpr of both halves of a round is walked with every weight and cache labell
 product that meets a labelled array reads it, a gather reads what it takes, a scatter writes its updates; a
 loop multiplies by its trip count. Activations stay on the chip; what is written and read again:
 
-    laws       every product with the vocabulary, and each law that two phases read: once each way
+    probs      every product with the vocabulary, and probabilities that two phases read: once each way
     scores     what goes into and comes out of a product with a cache: once each way
     rollback   nothing: a length is kept
 
@@ -28,7 +28,7 @@ from specjax.types import Cache
 
 PHASES = ("draft", "verify")
 PARTS = (
-    "target weights", "drafter weights", "target KV", "drafter KV", "attention scores", "law buffers",
+    "target weights", "drafter weights", "target KV", "drafter KV", "attention scores", "probability buffers",
     "window write", "tree commit", "rollback", "state", "converted weights", "exchange",
 )  # fmt: skip
 _SAME = (
@@ -82,9 +82,9 @@ def traffic(traced: Round, layout: Layout, backend: str) -> Traffic:
     verifying.run(traced.verifying, [*weights, *own, *carried, *drafted], 1)
     batch, nodes = traced.draft.tokens.shape
     if traced.draft.log_q is not None:
-        drafting.laws(_size(traced.draft.log_q), ("written",))
-        verifying.laws(_size(traced.draft.log_q), ("read",))
-    verifying.laws(batch * (nodes + 1) * verifying.vocab, ("read", "written"))  # the target's law
+        drafting.probabilities(_size(traced.draft.log_q), ("written",))
+        verifying.probabilities(_size(traced.draft.log_q), ("read",))
+    verifying.probabilities(batch * (nodes + 1) * verifying.vocab, ("read", "written"))  # the target's
     return Traffic(dict(drafting.tally))
 
 
@@ -212,15 +212,15 @@ class Walk:
                 size = times * nbytes(array) * main.share / self.layout.group
                 self.add("attention scores", size, "read", "written")
         elif any(not self.heads.isdisjoint(var.aval.shape) for var in equation.invars):
-            self.laws(times * _size(result), ("read", "written"))
+            self.probabilities(times * _size(result), ("read", "written"))
         if main.reduces > 1:  # a ring's all-reduce: 2 (n - 1) / n of the result
             size = times * nbytes(result) / self.layout.data * 2 * (main.reduces - 1) / main.reduces
             self.add("exchange", size, "written")
 
-    def laws(self, count: int, fields: tuple[str, ...]) -> None:
+    def probabilities(self, count: int, fields: tuple[str, ...]) -> None:
         """Float32 values over the vocabulary, which a mesh splits where it divides it."""
         model = self.layout.heads * self.layout.group
-        self.add("law buffers", count * 4 / (self.layout.data * (1 if self.vocab % model else model)), *fields)
+        self.add("probability buffers", count * 4 / (self.layout.data * (1 if self.vocab % model else model)), *fields)
 
     def _take(self, equation: Any, origin: Origin, times: int) -> Origin | None:
         part = "tree commit" if origin.cache and self.phase == "verify" else origin.part

@@ -3,7 +3,7 @@
     may leave   committed KV     written out as tokens are accepted: tokens/s x bytes a token; it must come back
                                  for every round that attends to it, and a round attends to all of it
                 drafter weights  idle between drafts: all of them come in before each draft
-    must stay   the live window, which a verdict may roll back; laws and logits; the target's weights
+    must stay   the live window, which a verdict may roll back; probabilities and logits; the target's weights
 
 A link that is slower than what is asked of it leaves a queue that grows by the difference, rate in - rate out,
 for as long as the load lasts. All figures are predictions, for one device.

@@ -33,7 +33,7 @@ from specjax.testing.differences import (
     same_draft,
 )  # fmt: skip
 from specjax.testing.targets import tiny_model
-from specjax.types import Draft, Model, Params, Prompts, Seen, Target, Text
+from specjax.types import Cache, Draft, Model, Params, Prompts, Seen, Target, Text
 
 CAPACITY, NEW_TOKENS, LATE = 64, 30, 6
 TEMPERATURES = (1.0, 0.7, 0.0)
@@ -43,7 +43,7 @@ CHANCE = 5.0  # standard deviations: one false alarm in a million
 
 
 @dataclass(frozen=True)
-class Subject:
+class Trial:
     """A drafter in the middle of its work."""
 
     program: decode.Program
@@ -89,11 +89,11 @@ def check_drafter(
     check_weights(drafter, weights, params)
     program, prompts = decode.Program(model, drafter), make_prompts(model.vocab_size, seed)
     check_shapes(program, params, weights, prompts)
-    subject = begin(program, params, weights, prompts)
+    trial = begin(program, params, weights, prompts)
     for rule in (
         check_sums, check_reads, check_observes, check_writes, check_rows, check_draws, check_hook, check_greedy_text,
     ):  # fmt: skip
-        rule(subject)
+        rule(trial)
 
 
 def make_prompts(vocab_size: int, seed: int) -> Prompts:
@@ -113,13 +113,13 @@ def make_prompts(vocab_size: int, seed: int) -> Prompts:
     )
 
 
-def begin(program: decode.Program, params: Params, weights: Params, prompts: Prompts) -> Subject:
+def begin(program: decode.Program, params: Params, weights: Params, prompts: Prompts) -> Trial:
     """Read the prompts, and decode until every row has committed some tokens."""
     state = decode.start(program, params, weights, prompts, jnp.float32)
     begun = copy(state.drafter)
     while int((state.length - prompts.length).min()) < LATE:
         state = decode.step(program, params, weights, state)
-    return Subject(program, params, weights, prompts, begun, state)
+    return Trial(program, params, weights, prompts, begun, state)
 
 
 def check_value(drafter: Drafter) -> None:
@@ -164,9 +164,9 @@ def check_shapes(program: decode.Program, params: Params, weights: Params, promp
     keeps(drafter, "observe", state.drafter, after.drafter)
 
 
-def check_sums(subject: Subject) -> None:
+def check_sums(trial: Trial) -> None:
     """Counts are possible, and probabilities add up to 1."""
-    drafter, draft = subject.drafter, subject.propose(subject.state)
+    drafter, draft = trial.drafter, trial.propose(trial.state)
     nodes = drafter.num_speculative_tokens
     if draft.count is not None and ((draft.count < 0) | (draft.count > nodes)).any():
         broken(drafter, f"counts 0 to {nodes} tokens", f"count is {draft.count.tolist()}")
@@ -177,9 +177,9 @@ def check_sums(subject: Subject) -> None:
             broken(drafter, "reports probabilities that add up to 1", where)
 
 
-def check_reads(subject: Subject) -> None:
+def check_reads(trial: Trial) -> None:
     """A draft depends on committed tokens and slots, and on what of the state is not scratch."""
-    state, drafter = subject.state, subject.drafter
+    state, drafter = trial.state, trial.drafter
     slot = jnp.arange(CAPACITY, dtype=jnp.int32)[None]
     spoilt = {
         "tokens at and beyond `length`": {"tokens": jnp.where(slot < state.length[:, None], state.tokens, 7)},
@@ -190,80 +190,80 @@ def check_reads(subject: Subject) -> None:
             "drafter": fill_garbage(state.drafter, drafter.scratch(state.drafter, state.length))
         },
     }
-    clean = subject.propose(state)
+    clean = trial.propose(state)
     for name, changes in spoilt.items():
-        dirty = subject.propose(dataclasses.replace(state, **changes))
+        dirty = trial.propose(dataclasses.replace(state, **changes))
         same_draft(drafter, f"does not read {name}", clean, dirty)
 
 
-def check_observes(subject: Subject) -> None:
+def check_observes(trial: Trial) -> None:
     """What it learns of a prompt depends on what is real of `seen`, and not on how the prompt was cut."""
     rules = {
         (CAPACITY, True): "does not read what is not real of `seen`: tokens and hidden states beyond `count`, the "
         "target beyond its end",
         (SMALL_CHUNK, False): "learns the same from a prompt in chunks",
     }
-    kept = jax.tree.map(jnp.logical_not, subject.drafter.scratch(subject.begun, subject.prompts.length + 1))
+    kept = jax.tree.map(jnp.logical_not, trial.drafter.scratch(trial.begun, trial.prompts.length + 1))
     for (width, spoil), rule in rules.items():
-        other = _read(subject, width, spoil)
-        for path, old, new, real in pairs(subject.begun, other, kept):
+        other = _read(trial, width, spoil)
+        for path, old, new, real in pairs(trial.begun, other, kept):
             old, new = np.where(real, old, 0), np.where(real, new, 0)
-            compare(subject.drafter, rule, path, old, new, rtol=1e-3, atol=1e-3)
+            compare(trial.drafter, rule, path, old, new, rtol=1e-3, atol=1e-3)
 
 
-def check_writes(subject: Subject) -> None:
+def check_writes(trial: Trial) -> None:
     """`propose` writes scratch only: the target's slots from `length - 1` on, and what its state declares."""
 
     def another(leaf: Array) -> Array:  # a value that it has written in every round before would pass unseen
         return leaf + 1 if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
-    cache, own = (jax.tree.map(another, tree) for tree in (subject.state.cache, subject.state.drafter))
-    state = dataclasses.replace(subject.state, cache=cache, drafter=own)
-    draft = subject.propose(state)
+    cache, own = (jax.tree.map(another, tree) for tree in (trial.state.cache, trial.state.drafter))
+    state = dataclasses.replace(trial.state, cache=cache, drafter=own)
+    draft = trial.propose(state)
     for name, before, after, scratch in (
         ("the target's cache", state.cache, draft.cache, kv.scratch(state.cache, state.length - 1)),
-        ("its state", state.drafter, draft.state, subject.drafter.scratch(state.drafter, state.length)),
+        ("its state", state.drafter, draft.state, trial.drafter.scratch(state.drafter, state.length)),
     ):
         for path, old, new, free in pairs(before, after, scratch):
             rule = f"writes only scratch of {name} in `propose`"
-            compare(subject.drafter, rule, path, np.where(free, 0, old), np.where(free, 0, new))
+            compare(trial.drafter, rule, path, np.where(free, 0, old), np.where(free, 0, new))
 
 
-def check_rows(subject: Subject) -> None:
+def check_rows(trial: Trial) -> None:
     """A row's draft is its own: the same for the same key, whoever stands beside it."""
-    state = subject.state
-    clean = subject.propose(state)
-    same_draft(subject.drafter, "drafts the same for the same keys", clean, subject.propose(state))
+    state = trial.state
+    clean = trial.propose(state)
+    same_draft(trial.drafter, "drafts the same for the same keys", clean, trial.propose(state))
     turned = jax.tree.map(lambda leaf: leaf if leaf is state.end_ids else jnp.roll(leaf, 1, 0), state)
-    moved = subject.propose(turned)
+    moved = trial.propose(turned)
     rows = lambda leaf: None if leaf is None else jnp.roll(leaf, -1, 0)  # noqa: E731
     back = dataclasses.replace(
         moved, tokens=jnp.roll(moved.tokens, -1, 0), count=rows(moved.count), log_q=rows(moved.log_q)
     )
-    same_draft(subject.drafter, "drafts for a row whatever the others are", clean, back)
+    same_draft(trial.drafter, "drafts for a row whatever the others are", clean, back)
 
 
-def check_draws(subject: Subject) -> None:
+def check_draws(trial: Trial) -> None:
     """Tokens are drawn from the very probabilities that are reported, filters included."""
-    if not subject.drafter.num_speculative_tokens:
+    if not trial.drafter.num_speculative_tokens:
         return
     width = len(TEMPERATURES)
     filtered = sampling.make_sampling(width, TEMPERATURES, top_k=[0, 4, 0], top_p=[0.9, 1.0, 1.0])
-    state = dataclasses.replace(subject.state, sampling=filtered)
-    first = subject.propose(state)
+    state = dataclasses.replace(trial.state, sampling=filtered)
+    first = trial.propose(state)
     keys = jax.vmap(lambda seed: jax.vmap(jax.random.fold_in, (0, None))(state.keys, seed))(
         jnp.arange(DRAWS, dtype=jnp.uint32)
     )
-    tokens, log_q, real = jax.device_get(_draw_often(subject.program, subject.params, subject.weights, state, keys))
+    tokens, log_q, real = jax.device_get(_draw_often(trial.program, trial.params, trial.weights, state, keys))
     if first.log_q is None:
         if (tokens != np.asarray(first.tokens)[None]).any(where=real):
-            broken(subject.drafter, "drafts certain tokens where it reports no `log_q`", "they differ between keys")
+            broken(trial.drafter, "drafts certain tokens where it reports no `log_q`", "they differ between keys")
         return
     q = np.exp(log_q.astype(np.float64))
     chosen = np.take_along_axis(q, np.clip(tokens, 0, q.shape[-1] - 1)[..., None], -1)[..., 0]
     for draw, row, node in np.argwhere(real & ((chosen <= 0) | (tokens < 0) | (tokens >= q.shape[-1])))[:1]:
         where = f"draw {draw}, row {row}, token {node}: id {tokens[draw, row, node]} has probability 0"
-        broken(subject.drafter, "draws from the `log_q` that it reports", where)
+        broken(trial.drafter, "draws from the `log_q` that it reports", where)
     hits, share = tokens == q.argmax(-1), q.max(-1)
     excess = np.where(real, hits - share, 0).sum(0)
     spread = np.sqrt(np.where(real, share * (1 - share), 0).sum(0))
@@ -272,7 +272,7 @@ def check_draws(subject: Subject) -> None:
             f"row {row}, token {node}: the likeliest was drawn {hits[:, row, node].sum()} times in {DRAWS}, "
             f"{share[:, row, node].sum():.0f} would be right: return the array that the token was drawn from"
         )
-        broken(subject.drafter, "draws from the `log_q` that it reports", where)
+        broken(trial.drafter, "draws from the `log_q` that it reports", where)
 
 
 @functools.partial(jax.jit, static_argnames=("program",))
@@ -284,10 +284,10 @@ def _draw_often(program: decode.Program, params: Params, weights: Params, state:
     return jax.lax.map(one, keys)
 
 
-def check_hook(subject: Subject) -> None:
+def check_hook(trial: Trial) -> None:
     """`log_probs` gives of a text what `propose` reports when it drafts that text."""
-    drafter, state, model = subject.drafter, subject.state, subject.program.model
-    draft = subject.propose(state)
+    drafter, state, model = trial.drafter, trial.state, trial.program.model
+    draft = trial.propose(state)
     if draft.log_q is None or draft.parents is not None:
         return
     at = state.length[:, None] + jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None]
@@ -300,7 +300,7 @@ def check_hook(subject: Subject) -> None:
         text = Text(model, params, tokens, hidden, state.length[:, None] - 1, state.sampling)
         return drafter.log_probs(weights, text)
 
-    found = teacher_forced(subject.params, subject.weights)
+    found = teacher_forced(trial.params, trial.weights)
     if found is None:
         return
     expect(drafter, "log_probs", found, (len(TEMPERATURES), 1, *draft.log_q.shape[1:]), jnp.float32)
@@ -308,26 +308,26 @@ def check_hook(subject: Subject) -> None:
     compare(drafter, rule, "", np.exp(draft.log_q), np.exp(found[:, 0]), rtol=1e-3, atol=1e-4)
 
 
-def check_greedy_text(subject: Subject) -> None:
+def check_greedy_text(trial: Trial) -> None:
     """Greedy text is the plain decoder's, whatever it drafts; an equal drafter, another temperature compile nothing."""
     greedy = sampling.make_sampling(len(TEMPERATURES))
-    prompts = dataclasses.replace(subject.prompts, sampling=greedy)
-    again = dataclasses.replace(subject.program, drafter=dataclasses.replace(subject.drafter))
+    prompts = dataclasses.replace(trial.prompts, sampling=greedy)
+    again = dataclasses.replace(trial.program, drafter=dataclasses.replace(trial.drafter))
     texts = []
-    for program, weights in ((again, subject.weights), (decode.Program(subject.program.model, Nothing()), ())):
-        state = decode.start(program, subject.params, weights, prompts, jnp.float32)
+    for program, weights in ((again, trial.weights), (decode.Program(trial.program.model, Nothing()), ())):
+        state = decode.start(program, trial.params, weights, prompts, jnp.float32)
         compiled = decode.step._cache_size()  # type: ignore[attr-defined]
         while not state.done.all():
-            state = decode.step(program, subject.params, weights, state)
+            state = decode.step(program, trial.params, weights, state)
         if program is again and decode.step._cache_size() > compiled:  # type: ignore[attr-defined]
-            broken(subject.drafter, "compiles once", "an equal drafter at another temperature was compiled again")
+            broken(trial.drafter, "compiles once", "an equal drafter at another temperature was compiled again")
         texts.append(state.tokens)
-    compare(subject.drafter, "leaves greedy text as it is", "tokens", texts[1], texts[0])
+    compare(trial.drafter, "leaves greedy text as it is", "tokens", texts[1], texts[0])
 
 
-def _read(subject: Subject, width: int, spoil: bool) -> PyTree[Array]:
+def _read(trial: Trial, width: int, spoil: bool) -> PyTree[Array]:
     """The drafter's state after the prompts, shown `width` tokens at a time."""
-    program, params, weights, prompts = subject.program, subject.params, subject.weights, subject.prompts
+    program, params, weights, prompts = trial.program, trial.params, trial.weights, trial.prompts
     empty = decode.empty(program, params, weights, prompts, cache_dtype=jnp.float32)
     cache, state = empty.cache, empty.drafter
     show = jax.jit(_show, static_argnums=(0, 1, 2))

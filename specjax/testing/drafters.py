@@ -109,7 +109,7 @@ class Poison(Wrapper):
 
 @dataclass(frozen=True)
 class Tree(Drafter):
-    """Independent uniform draws on a fixed tree: siblings with replacement, each from the same law."""
+    """Independent uniform draws on a fixed tree: siblings with replacement, each from the same probabilities."""
 
     num_speculative_tokens: int = 0
     parents: tuple[int, ...] = (-1, -1, 0, 0, 1)

@@ -26,7 +26,7 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 
 def tiny_model(seed: int = 0, sharpness: float = 3.0, **changes: Any) -> tuple[Llama, Params]:
-    """A random decoder and its weights; matrices are scaled so that its laws are neither flat nor certain."""
+    """A random decoder and its weights; matrices are scaled so that its probabilities are neither flat nor certain."""
     model = Llama(tiny_config(**changes))
     params = model.init(jax.random.key(seed))
     return model, jax.tree.map(lambda leaf: leaf * sharpness if leaf.ndim == 2 else leaf, params)
@@ -112,7 +112,7 @@ class TableModel:
         return params["table"][tuple(context[..., i] for i in range(self.order))]
 
 
-def table_params(laws: np.ndarray) -> Params:
+def table_params(probs: np.ndarray) -> Params:
     """Logits of a table of probabilities; zeros become -inf."""
     with np.errstate(divide="ignore"):
-        return {"table": jnp.asarray(np.log(laws), jnp.float32)}
+        return {"table": jnp.asarray(np.log(probs), jnp.float32)}

@@ -173,7 +173,8 @@ def _run(path: Path, role: str) -> ModuleType:
     if name in sys.modules:  # a class defined again would be unequal to the first, and compile everything again
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # whose name ends with .py
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is not a Python file: give one, as ./file.py:Class")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
     try:

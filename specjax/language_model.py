@@ -56,10 +56,10 @@ class LanguageModel:
         return weights.outline(self.model.config, self.dtype)
 
     @functools.cached_property
-    def fingerprint(self) -> weights.Fingerprint:
+    def fingerprint(self) -> weights.TargetIdentity:
         """What a trained drafter remembers of it: sizes, and the hash of its files (or arrays)."""
         sha256 = weights.hash_params(self.params) if self.checkpoint is None else self.checkpoint.sha256
-        return weights.Fingerprint.of(self.name, self.model, sha256)
+        return weights.TargetIdentity.of(self.name, self.model, sha256)
 
     @property
     def end_ids(self) -> tuple[int, ...]:

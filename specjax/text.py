@@ -6,7 +6,6 @@ through the same two methods, so the same prompt string always gives the same id
 
 from __future__ import annotations
 
-import codecs
 import datetime
 import functools
 import json
@@ -114,9 +113,7 @@ class Tokenizer:
 
     def stream(self) -> Stream:
         """A fresh incremental decoder: its pieces, put together, are `decode` of all ids."""
-        if isinstance(self.backend.decoder, tokenizers.decoders.ByteLevel):
-            return _ByteLevelStream(self)
-        return _WindowStream(self)
+        return Stream(self)
 
     @classmethod
     def from_directory(cls, folder: Path) -> Tokenizer:
@@ -164,63 +161,41 @@ class Tokenizer:
 
 
 class Stream:
-    """Turns ids into text as they come, never half a character."""
+    """Turns ids into text as they come, never half a character.
 
-    def push(self, token: int) -> str:
-        """Text that is certain after this token; often the token's own, sometimes nothing yet."""
-        raise NotImplementedError
-
-    def flush(self) -> str:
-        """What was held back, at the end of the text."""
-        raise NotImplementedError
-
-
-class _ByteLevelStream(Stream):
-    """Byte-level BPE: every token is a string of bytes, so an incremental UTF-8 decoder is exact."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer = tokenizer
-        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token: int) -> str:
-        text = None if token in self.tokenizer.special_ids else self.tokenizer.backend.id_to_token(token)
-        if text is None:
-            return ""
-        table = byte_of_character()
-        known = all(character in table for character in text)
-        return self.utf8.decode(bytes(table[character] for character in text) if known else text.encode())
-
-    def flush(self) -> str:
-        return self.utf8.decode(b"", final=True)
-
-
-class _WindowStream(Stream):
-    """Sentencepiece kinds: new text is `decode(last shown token + new ones)` without the former's.
-
-    The last shown token keeps the space rule for the beginning of a text from applying in its middle. A run
-    of byte tokens is decoded as one (it is valid or replaced as a whole), so it is held until it ends.
+    New text is `decode(last shown token + new ones)` without the former's: the last shown token keeps
+    sentencepiece's space rule for the beginning of a text from applying in its middle.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
+        self.byte_level = isinstance(tokenizer.backend.decoder, tokenizers.decoders.ByteLevel)
         self.shown: list[int] = []
         self.held: list[int] = []
 
     def push(self, token: int) -> str:
+        """Text that is certain after this token; often the token's own, sometimes nothing yet."""
         text = None if token in self.tokenizer.special_ids else self.tokenizer.backend.id_to_token(token)
         if text is None:
             return ""
+        if self.byte_level:  # the bytes so far may end within a character
+            self.held.append(token)
+            return "" if self._new_text().endswith("\ufffd") else self.flush()
+        # sentencepiece decodes a run of byte tokens as one: valid or replaced as a whole, so it is held until it ends
         byte = len(text) == 6 and text.startswith("<0x")
         before = self.flush() if self.held and not byte else ""
         self.held.append(token)
         return before if byte else before + self.flush()
 
     def flush(self) -> str:
-        if not self.held:
-            return ""
-        text = self.tokenizer.decode(self.shown + self.held)[len(self.tokenizer.decode(self.shown)) :]
-        self.shown, self.held = self.held[-1:], []
+        """What was held back, at the end of the text."""
+        text = self._new_text()
+        if self.held:
+            self.shown, self.held = self.held[-1:], []
         return text
+
+    def _new_text(self) -> str:
+        return self.tokenizer.decode(self.shown + self.held)[len(self.tokenizer.decode(self.shown)) :]
 
 
 def same_vocabulary(drafter: Tokenizer, target: Tokenizer) -> None:
@@ -238,14 +213,6 @@ def same_vocabulary(drafter: Tokenizer, target: Tokenizer) -> None:
             raise ValueError(f"id {index} is {theirs!r} to the drafter and {token!r} to the target: {fix}")
     if drafter.bos_id != target.bos_id:
         raise ValueError(f"bos id {drafter.bos_id} of the drafter ≠ {target.bos_id} of the target: {fix}")
-
-
-@functools.cache
-def byte_of_character() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable bytes stand for themselves, the others for U+0100 and up (GPT-2)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
 def read_json(path: Path) -> dict[str, Any]:

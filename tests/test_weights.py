@@ -350,7 +350,7 @@ def status_bytes(field):
 checkpoint = open_checkpoint(sys.argv[1], progress=False)
 Llama(checkpoint.config).shapes()
 norm = {"norm.weight": jax.ShapeDtypeStruct((checkpoint.config.hidden_size,), sys.argv[2])}
-jax.block_until_ready(list(checkpoint.reader.tensors(norm)))  # pages of code that loading touches are not its data
+jax.block_until_ready(list(checkpoint.tensors(norm)))  # pages of code that loading touches are not its data
 before = status_bytes("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
 params = jax.block_until_ready(checkpoint.load(sys.argv[2]))

@@ -14,15 +14,19 @@ without a `=` is the drafter's checkpoint:
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
+import importlib.util
 import pkgutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from specjax import verify, weights
 from specjax.drafter import Drafter, Nothing
-from specjax.plugins import fields, files
+from specjax.plugins import fields
 from specjax.plugins.fields import Value
 
 _PACKAGE = "specjax.drafters"
@@ -59,13 +63,11 @@ def settings_of(name: str) -> dict[str, Any]:
 def load_rule(spec: str) -> verify.Rule:
     """Build a rule: `block`, `lenient:lenience=0.95`, `./mine.py` or `./mine.py:Mine:FIELD=VALUE,...`.
 
-    Raises:
-      ValueError: an unknown rule, class or field, with the valid ones; a value of the wrong type.
-      RuntimeError: a file that raises, with its error.
+    Raises: as `load_drafter`.
     """
     name, own = split(spec)
     if _is_file(name):
-        kind = files.find_class(name, "rule", _is_rule)
+        kind = _class_of_file(name, verify.Rule)
     elif name in verify.RULES:
         kind = verify.RULES[name]
     else:
@@ -103,7 +105,7 @@ def split(spec: str) -> tuple[str, dict[str, str]]:
 def available() -> dict[str, str]:
     """Names of the drafters that come with specjax, and the first line of what each says of itself."""
     names = {"none": "plain decoding: drafts nothing"}
-    return names | {name: _first_line(_class_of(module)) for name, module in _modules().items()}
+    return names | {name: (_shipped(name).__doc__ or "").strip().partition("\n")[0] for name in _modules()}
 
 
 def _find(name: str) -> tuple[type[Drafter], dict[str, Any]]:
@@ -111,48 +113,73 @@ def _find(name: str) -> tuple[type[Drafter], dict[str, Any]]:
     if name == "none":
         return Nothing, {}
     if _is_file(name):
-        return files.find_class(name, "drafter", _is_drafter), {}
-    if name in (modules := _modules()):
-        return _class_of(modules[name]), {}
+        return _class_of_file(name, Drafter), {}
+    if name in _modules():
+        return _shipped(name), {}
     if not Path(name).expanduser().is_dir():
         raise ValueError(
             f"unknown drafter {name!r}: choose from {', '.join(available())}, or name ./file.py:Class "
             "or the folder of a trained one"
         )
     card = weights.read_card(name)
-    kind = _class_of_card(card)
+    if not _is_file(card.kind) and card.kind not in _modules():
+        raise ValueError(f"{card.folder} holds a trained {card.kind!r}, of which this specjax knows nothing")
+    kind, _ = _find(str(card.folder / card.kind) if _is_file(card.kind) else card.kind)
     return kind, fields.parse(kind, str(card.folder / weights.CARD), {**card.fields, "checkpoint": name})
 
 
-def _modules() -> dict[str, str]:
-    """Modules of drafters by the drafter's name; none of them is imported."""
+def _modules() -> list[str]:
+    """Names of the drafters that come with specjax; none is imported."""
     found = pkgutil.iter_modules(importlib.import_module(_PACKAGE).__path__)
-    return {module.name.replace("_", "-"): f"{_PACKAGE}.{module.name}" for module in found}
+    return [module.name.replace("_", "-") for module in found]
 
 
-def _class_of(module: str) -> type[Drafter]:
-    return files.only_class(importlib.import_module(module), None, "drafter", _is_drafter)
-
-
-def _class_of_card(card: weights.Card) -> type[Drafter]:
-    if _is_file(card.kind):  # the source that was copied beside the weights
-        return files.find_class(str(card.folder / card.kind), "drafter", _is_drafter)
-    if card.kind not in _modules():
-        raise ValueError(f"{card.folder} holds a trained {card.kind!r}, of which this specjax knows nothing")
-    return _class_of(_modules()[card.kind])
+def _shipped(name: str) -> type[Drafter]:
+    return _only_class(importlib.import_module(f"{_PACKAGE}.{name.replace('-', '_')}"), "", Drafter)
 
 
 def _is_file(name: str) -> bool:
     return name.partition(":")[0].endswith(".py")
 
 
-def _is_drafter(kind: type) -> bool:
-    return issubclass(kind, Drafter)
+def _class_of_file(spec: str, base: type) -> type[Any]:
+    """The class that `./file.py:Class` names, or the only one of `./file.py`."""
+    path, _, name = spec.partition(":")
+    return _only_class(_run(Path(path).expanduser(), base.__name__.lower()), name, base)
 
 
-def _is_rule(kind: type) -> bool:
-    return issubclass(kind, verify.Rule)
+def _only_class(module: ModuleType, name: str, base: type) -> type[Any]:
+    """The named one of the drafters (or rules) that a module defines, or the only one."""
+    role = base.__name__.lower()
+    kinds = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, type) and value.__module__ == module.__name__ and issubclass(value, base)
+    }
+    if name and name not in kinds:
+        raise ValueError(f"no {role} class {name!r} in {module.__file__}: it defines {', '.join(kinds) or 'none'}")
+    if not name and len(kinds) != 1:
+        found = ", ".join(kinds) or "none"
+        raise ValueError(f"{module.__file__} defines {len(kinds)} {role}s ({found}): name one, as file.py:Class")
+    return kinds[name or next(iter(kinds))]
 
 
-def _first_line(kind: type) -> str:
-    return (kind.__doc__ or "").strip().partition("\n")[0]
+def _run(path: Path, role: str) -> ModuleType:
+    """A researcher's own file as a module: it is run once for each of its contents."""
+    if not path.is_file():
+        raise ValueError(f"no {role} file {path}: give the path of a Python file, as ./file.py:Class")
+    digest = hashlib.sha256(str(path.resolve()).encode() + path.read_bytes()).hexdigest()[:16]
+    name = f"specjax_user_{path.stem}_{digest}"
+    if name in sys.modules:  # a class defined again would be unequal to the first, and compile everything again
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is not a Python file: give one, as ./file.py:Class")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise RuntimeError(f"{role} file {path} raised {type(error).__name__}: {error}") from error
+    return module

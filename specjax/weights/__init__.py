@@ -5,7 +5,7 @@ params = checkpoint.load()
 ids = checkpoint.tokenizer().chat("Why is the sky blue?")
 """
 
-from specjax.weights.card import CARD, Card, Fingerprint, has_card, read_card
+from specjax.weights.card import CARD, Card, TargetIdentity, has_card, read_card
 from specjax.weights.checkpoint import Checkpoint, DamagedFile, default_dtype, outline
 from specjax.weights.native import save
 from specjax.weights.sources import open_checkpoint
@@ -16,7 +16,7 @@ __all__ = [
     "Card",
     "Checkpoint",
     "DamagedFile",
-    "Fingerprint",
+    "TargetIdentity",
     "default_dtype",
     "has_card",
     "hash_params",

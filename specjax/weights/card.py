@@ -23,7 +23,7 @@ _SHIPPED = "specjax.drafters."
 
 
 @dataclass(frozen=True)
-class Fingerprint:
+class TargetIdentity:
     """Which target something was made for."""
 
     name: str
@@ -31,7 +31,7 @@ class Fingerprint:
     config: Mapping[str, Any]
 
     @classmethod
-    def of(cls, name: str, model: Model, sha256: str) -> Fingerprint:
+    def of(cls, name: str, model: Model, sha256: str) -> TargetIdentity:
         """Of a model whose weights have this hash. How a backend pads its cache is no part of it."""
         known = dataclasses.asdict(model)  # type: ignore[call-overload]
         config = {key: value for key, value in known.get("config", known).items() if key != "cache_lanes"}
@@ -45,7 +45,7 @@ class Card:
     folder: Path
     kind: str  # `early-exit`, or `eagle.py:Eagle` of a file beside the card
     fields: Mapping[str, Any]
-    target: Fingerprint
+    target: TargetIdentity
     files: Mapping[str, str]  # SHA-256 of each file of the weights, and of the source
     provenance: Mapping[str, Any]
 
@@ -66,7 +66,7 @@ class Card:
                 f"{self.folder} holds a trained {self.kind}, not {wanted}: name the folder alone to open it"
             )
 
-    def check_target(self, target: Fingerprint) -> None:
+    def check_target(self, target: TargetIdentity) -> None:
         """Refuse another target than the drafter was trained for: hardly a draft of it would be accepted.
 
         Raises:
@@ -116,7 +116,7 @@ def read_card(folder: str | Path) -> Card:
     if card.get("format") != FORMAT:
         raise ValueError(f"{path} has format {card.get('format')!r}: this specjax reads format {FORMAT}")
     try:
-        target = Fingerprint(**{"sha256": "", **card["target"]})
+        target = TargetIdentity(**{"sha256": "", **card["target"]})
         fields = {name: tuple(value) if isinstance(value, list) else value for name, value in card["fields"].items()}
         return Card(folder, str(card["class"]), fields, target, dict(card["files"]), dict(card["provenance"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -7,12 +7,12 @@ weights, host memory holds one tensor and one block.
 
 from __future__ import annotations
 
+import abc
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,50 +35,41 @@ class DamagedFile(ValueError):
     """A file is truncated or corrupt, so that fetching it again may help."""
 
 
-@runtime_checkable
-class Reader(Protocol):
-    """One checkpoint format. Names are a Hugging Face checkpoint's, without the leading `model.`."""
+class Checkpoint(abc.ABC):
+    """A model on disk; each format is a subclass. Opening one reads its description only; `load` reads the weights.
+
+    Names of tensors are a Hugging Face checkpoint's, without the leading `model.`.
+    """
+
+    config: ModelConfig
+    name = ""
+    progress = True
 
     @property
-    def config(self) -> ModelConfig:
-        """Sizes of the model."""
-
-    @property
+    @abc.abstractmethod
     def files(self) -> tuple[Path, ...]:
         """All that decides what the model does: weights, description, tokenizer."""
 
+    @abc.abstractmethod
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's own."""
+        """The checkpoint's own tokenizer.
 
+        Raises:
+          ValueError: the checkpoint has none, or a kind that specjax does not read.
+        """
+
+    @abc.abstractmethod
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The tensors that the checkpoint holds."""
 
+    @abc.abstractmethod
     def tensors(self, wanted: Wanted) -> Iterator[tuple[str, Array]]:
         """The wanted tensors in their dtypes; each is checked to be finite."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A model on disk. Opening one reads its description only; `load` reads the weights."""
-
-    name: str
-    reader: Reader
-    progress: bool = True
-
-    @property
-    def config(self) -> ModelConfig:
-        """Sizes of the model."""
-        return self.reader.config
 
     @property
     def model(self) -> Llama:
         """The decoder, with a cache as this backend stores it."""
         return Llama.on(jax.default_backend(), self.config)
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The files that decide what the model does."""
-        return self.reader.files
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -90,14 +81,6 @@ class Checkpoint:
                 digest.update(path.name.encode() + b"\0")
                 digest.update(bytes.fromhex(sha256_of(path, advance)))
         return digest.hexdigest()
-
-    def tokenizer(self) -> Tokenizer:
-        """The checkpoint's own tokenizer.
-
-        Raises:
-          ValueError: the checkpoint has none, or a kind that specjax does not read.
-        """
-        return self.reader.tokenizer()
 
     def load(self, dtype: Any = None) -> Params:
         """Read the weights as the nested dict that `Llama(config)` takes.
@@ -111,26 +94,15 @@ class Checkpoint:
         dtype = jnp.dtype(default_dtype() if dtype is None else dtype)
         shapes = outline(self.config, dtype)
         wanted = flatten(shapes)
-        self._check(wanted)
+        fix = f"{self.files[0]} does not fit its own description: fetch it again, or correct the description"
+        check_fit(wanted, self.shapes(), "model", fix)
         total = sum(leaf.size * leaf.dtype.itemsize for leaf in wanted.values())
         loaded = {}
         with progress_bar(f"Loading {self.name}", total, self.progress and total > 1 << 28) as advance:
-            for name, tensor in self.reader.tensors(wanted):
+            for name, tensor in self.tensors(wanted):
                 loaded[name] = tensor
                 advance(tensor.nbytes)
         return jax.tree.unflatten(jax.tree.structure(shapes), [loaded[name] for name in wanted])
-
-    def _check(self, wanted: Wanted) -> None:
-        found = self.reader.shapes()
-        fix = f"{self.files[0]} does not fit its own description: fetch it again, or correct the description"
-        for name, leaf in wanted.items():
-            if name not in found:
-                raise ValueError(f"tensor {name} is missing ({len(found)} of {len(wanted)} are there); {fix}")
-            if tuple(found[name]) != leaf.shape:
-                raise ValueError(f"tensor {name} has shape {tuple(found[name])}, the model needs {leaf.shape}; {fix}")
-        for name in found:
-            if name not in wanted:
-                raise ValueError(f"tensor {name} {tuple(found[name])} is no part of the model; {fix}")
 
 
 def outline(config: ModelConfig, dtype: Any) -> Params:
@@ -151,6 +123,22 @@ def flatten(tree: Params) -> dict[str, Any]:
 def default_dtype() -> Any:
     """bfloat16 where the hardware multiplies it; float32 on CPU, where XLA would widen it first."""
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+
+
+def check_fit(wanted: Wanted, found: Mapping[str, tuple[int, ...]], what: str, fix: str) -> None:
+    """Compare the tensors that a model or a drafter needs with those that there are.
+
+    Raises:
+      ValueError: naming the first tensor that is missing, of another shape, or left over.
+    """
+    for name, leaf in wanted.items():
+        if name not in found:
+            raise ValueError(f"tensor {name} is missing ({len(found)} of {len(wanted)} are there); {fix}")
+        if found[name] != leaf.shape:
+            raise ValueError(f"tensor {name} has shape {found[name]}, the {what} needs {leaf.shape}; {fix}")
+    for name in found:
+        if name not in wanted:
+            raise ValueError(f"tensor {name} {found[name]} is no part of the {what}; {fix}")
 
 
 def stream(rows: Rows, wanted: Wanted, origin: Path) -> Iterator[tuple[str, Array]]:
@@ -176,6 +164,11 @@ def check_finite(name: str, values: Any, origin: Path) -> None:
         raise DamagedFile(
             f"tensor {name} in {origin} holds NaN or Inf: the file is damaged or was saved from a failed run"
         )
+
+
+def first_line(error: Exception) -> str:
+    """What other people's errors say, as a part of one of ours."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def sha256_of(path: Path, advance: Callable[[int], None] = lambda done: None) -> str:

@@ -8,30 +8,18 @@ Source: the GGUF specification, versions 2 and 3 (ggml/docs/gguf.md).
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType
 
 from specjax.weights.checkpoint import DamagedFile
-
-_SCALARS = {
-    GGUFValueType.UINT8: "B",
-    GGUFValueType.INT8: "b",
-    GGUFValueType.UINT16: "H",
-    GGUFValueType.INT16: "h",
-    GGUFValueType.UINT32: "I",
-    GGUFValueType.INT32: "i",
-    GGUFValueType.FLOAT32: "f",
-    GGUFValueType.BOOL: "?",
-    GGUFValueType.UINT64: "Q",
-    GGUFValueType.INT64: "q",
-    GGUFValueType.FLOAT64: "d",
-}
-
 
 _DAMAGE = (struct.error, ArithmeticError, MemoryError, RecursionError, TypeError, ValueError)
 """What reading nonsense as lengths, counts, kinds or text raises."""
@@ -49,10 +37,7 @@ class TensorEntry:
     @property
     def size_bytes(self) -> int:
         """Bytes of the whole tensor."""
-        rows = 1
-        for size in self.shape[:-1]:
-            rows *= size
-        return rows * self.row_bytes
+        return math.prod(self.shape[:-1]) * self.row_bytes
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
@@ -99,14 +84,17 @@ class _Cursor:
         if kind == GGUFValueType.STRING:
             return self.string()
         if kind != GGUFValueType.ARRAY:
-            return self.take(_SCALARS[kind])
+            return self.numbers(kind, 1)[0]
         item, count = GGUFValueType(self.take("I")), self.take("Q")
-        if item in _SCALARS:
-            code = f"<{count}{_SCALARS[item]}"
-            return list(struct.unpack(code, self.raw(struct.calcsize(code))))
+        if item in GGUFReader.gguf_scalar_to_np:
+            return self.numbers(item, count)
         if count > len(self.data):
             raise ValueError(f"an array of {count} items is promised at byte {self.at}")
         return [self.value(item) for _ in range(count)]
+
+    def numbers(self, kind: GGUFValueType, count: int) -> list[Any]:
+        dtype = np.dtype(GGUFReader.gguf_scalar_to_np[kind])
+        return np.frombuffer(self.raw(count * dtype.itemsize), dtype).tolist()
 
 
 def _parse(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
@@ -132,6 +120,5 @@ def _parse(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
     alignment = metadata.get("general.alignment", 32)
     base = -(-cursor.at // alignment) * alignment
     return metadata, {
-        name: TensorEntry(entry.shape, entry.type, base + entry.offset_bytes, entry.row_bytes)
-        for name, entry in entries.items()
+        name: dataclasses.replace(entry, offset_bytes=base + entry.offset_bytes) for name, entry in entries.items()
     }

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
 from jaxtyping import Array
 
 from specjax.model import ModelConfig
 from specjax.model.config import from_huggingface
 from specjax.text import Tokenizer, read_json
-from specjax.weights.checkpoint import DamagedFile, Wanted, stream
-from specjax.weights.safetensors_file import Entry, read_header, read_rows
+from specjax.weights.checkpoint import Checkpoint, DamagedFile, Wanted
+from specjax.weights.safetensors_file import Entry, Tensors, read_header
 
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _DESCRIPTIONS = (
@@ -45,20 +43,20 @@ def read_config(path: Path) -> ModelConfig:
         raise ValueError(f"{path} describes no model that specjax has: {error}") from error
 
 
-class HuggingFace:
-    """Reader of one checkpoint folder."""
+class HuggingFace(Checkpoint):
+    """A checkpoint folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         config = read_config(folder / "config.json")
-        if (folder / "tokenizer.json").exists():  # rows of the embedding beyond the tokenizer's ids are padding
-            size = min(config.vocab_size, self.tokenizer().vocab_size)
+        self._tokenizer = Tokenizer.from_directory(folder) if (folder / "tokenizer.json").exists() else None
+        if self._tokenizer is not None:  # rows of the embedding beyond the tokenizer's ids are padding
+            size = min(config.vocab_size, self._tokenizer.vocab_size)
             config = dataclasses.replace(config, vocab_size=size, padded_vocab_size=config.vocab_size)
-        self.config: ModelConfig = config
+        self.config = config
         self._shards = _shards(folder)
-        self._entries: dict[str, Entry] = {}
-        for shard in self._shards:
-            self._entries |= {name.removeprefix("model."): entry for name, entry in read_header(shard).items()}
+        headers = [read_header(shard).items() for shard in self._shards]
+        self._entries = {name.removeprefix("model."): entry for header in headers for name, entry in header}
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -67,12 +65,7 @@ class HuggingFace:
         return (*self._shards, *(path for path in beside if path.exists()))
 
     def tokenizer(self) -> Tokenizer:
-        """From `tokenizer.json`."""
-        return self._tokenizer
-
-    @functools.cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_directory(self.folder)
+        return self._tokenizer or Tokenizer.from_directory(self.folder)  # which says what is missing
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The tensors of all shards. Rotary frequencies, which old checkpoints store, follow from the config.
@@ -82,7 +75,7 @@ class HuggingFace:
         """
         names = [name for name in self._entries if not name.endswith("rotary_emb.inv_freq")]
         if self.config.tied_embeddings and "lm_head.weight" in names:
-            if not self._same("lm_head.weight", "embed_tokens.weight"):
+            if not _same(self._entries["lm_head.weight"], self._entries.get("embed_tokens.weight")):
                 raise ValueError(
                     f"lm_head.weight in {self.folder} differs from embed_tokens.weight although config.json ties them: "
                     'set "tie_word_embeddings": false there if the head is meant'
@@ -91,21 +84,18 @@ class HuggingFace:
         return {name: self._entries[name].shape for name in names}
 
     def tensors(self, wanted: Wanted) -> Iterator[tuple[str, Array]]:
-        """Read the wanted tensors, one after another."""
-        return stream(self._rows, wanted, self.folder)
+        for name in wanted:
+            entry = self._entries[name]
+            if entry.dtype not in _DTYPES:
+                raise ValueError(f"tensor {name} in {entry.file} is {entry.dtype}: specjax reads {', '.join(_DTYPES)}")
+        return Tensors(self.folder, self._entries).tensors(wanted)
 
-    def _rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        entry = self._entries[name]
-        if entry.dtype not in _DTYPES:
-            raise ValueError(f"tensor {name} in {entry.file} is {entry.dtype}: specjax reads {', '.join(_DTYPES)}")
-        return read_rows(entry, start, stop)
 
-    def _same(self, one: str, other: str) -> bool:
-        entries = self._entries.get(one), self._entries.get(other)
-        if entries[0] is None or entries[1] is None or entries[0].shape != entries[1].shape:
-            return False
-        blocks = ((at, min(at + 4096, entries[0].shape[0])) for at in range(0, entries[0].shape[0], 4096))
-        return all(self._rows(one, *block).tobytes() == self._rows(other, *block).tobytes() for block in blocks)
+def _same(one: Entry, other: Entry | None) -> bool:
+    if other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    blocks = ((at, min(at + 4096, one.shape[0])) for at in range(0, one.shape[0], 4096))
+    return all(one.rows(*block).tobytes() == other.rows(*block).tobytes() for block in blocks)
 
 
 def _shards(folder: Path) -> tuple[Path, ...]:

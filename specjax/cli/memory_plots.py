@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.cli import figures
+from specjax import figures
 from specjax.memory.account import Account, Component
 from specjax.memory.buffers import PHASES
 from specjax.memory.hardware import GiB

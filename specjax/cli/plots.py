@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specjax.cli import figures
+from specjax import figures
 
 
 def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:

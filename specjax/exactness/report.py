@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from specjax import figures
 from specjax.exactness.statistics import POWER, TestResult
 
 PASS, FAIL, INCONCLUSIVE, APPROXIMATE = "PASS", "FAIL", "INCONCLUSIVE", "APPROXIMATE"
@@ -144,28 +145,24 @@ class Report:
 
 def plot(report: Report, path: Path) -> None:
     """Observed against expected frequencies of every cell, with the 99 % band of each."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.2 * max(1, min(3, len(report.cases))), 4.2))
-    FigureCanvasAgg(figure)
     shown = report.cases[:3]
-    for index, case in enumerate(shown):
-        axes = figure.add_subplot(1, len(shown), index + 1)
+    title = f"{report.verdict}: {report.drafter}, {report.rule}"
+    figure, [panels] = figures.new_figure(1, len(shown), (4.4 * max(1, len(shown)), 4.6), title)
+    for axes, case in zip(panels, shown, strict=True):
         total, kept = case.counts.sum(), case.law > 0
         law, seen = case.law[kept], case.counts[: len(case.law)][kept] / total
         order = np.argsort(law)
         band = 2.576 * np.sqrt(law * (1 - law) / total)
+        low, high = np.maximum(law - band, 0.3 / total)[order], (law + band)[order]
         axes.fill_between(
-            law[order], np.maximum(law - band, 0.3 / total)[order], (law + band)[order],
-            color="#b8cbe0", label="99 % band of a cell", linewidth=0,
-        )  # fmt: skip
-        axes.plot(law, np.maximum(seen, 0.3 / total), ".", color="#1f3b5c", markersize=3, label="observed")
-        axes.set(xscale="log", yscale="log", xlabel="expected probability", title=case.name)
-        axes.title.set_fontsize(8)
-        if index == 0:
-            axes.set_ylabel("observed frequency")
-            axes.legend(frameon=False, fontsize=8)
-    figure.suptitle(f"{report.verdict}: {report.drafter}, {report.rule}", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+            law[order], low, high, color=figures.color(6), alpha=0.35, label="99 % band of a cell", linewidth=0
+        )
+        observed = np.maximum(seen, 0.3 / total)
+        axes.plot(law, observed, ".", color=figures.color(0), markersize=3, label="observed")
+        axes.set(xscale="log", yscale="log", xlabel="expected probability")
+        axes.set_title(case.name, fontsize=figures.SMALL)
+        for axis in (axes.xaxis, axes.yaxis):
+            figures.plain_numbers(axis)
+    panels[0].set_ylabel("observed frequency")
+    panels[0].legend(frameon=False, fontsize=figures.SMALL)
+    figure.savefig(path, dpi=figures.DPI)

@@ -42,7 +42,10 @@ class External(Drafter):
         if weights.has_card(self.checkpoint):
             super().open_checkpoint()
         if self.checkpoint:
-            config = PRESETS.get(self.checkpoint) or weights.open_checkpoint(self.checkpoint).config
+            try:
+                config = PRESETS.get(self.checkpoint) or weights.open_checkpoint(self.checkpoint).config
+            except ValueError as error:
+                raise ValueError(f"{error}; to account for sizes alone, one of {', '.join(PRESETS)}") from error
             object.__setattr__(self, "config", config)
 
     @property

@@ -56,7 +56,7 @@ class Fp8(Drafter):
         if self.kv == "shared":
             return state
         target = seen.target
-        return read_prompt(self.model(target.model), _lay_over(target.params, params), state, seen)
+        return read_prompt(self.model(target.model), lay_over(target.params, params), state, seen)
 
     def scratch(self, state: PyTree[Array], length: Int[Array, "B"]) -> PyTree[Bool[Array, "..."]]:
         """The last two tokens are read again."""
@@ -66,7 +66,7 @@ class Fp8(Drafter):
         """Draft a chain with the quantised layers."""
         shared = self.kv == "shared"
         tokens, log_q, filled = draft_chain(
-            keys, target, self.num_speculative_tokens, self.model(target.model), _lay_over(target.params, params),
+            keys, target, self.num_speculative_tokens, self.model(target.model), lay_over(target.params, params),
             target.cache if shared else state, reread=1 if shared else 2,
         )  # fmt: skip
         return Draft(tokens, log_q, filled if shared else target.cache, () if shared else filled)
@@ -74,7 +74,7 @@ class Fp8(Drafter):
     def log_probs(self, params: Params, text: Text) -> Float[Array, "B P K V"]:
         """One pass of the quantised layers, or a window a draft where the text before it is in the target's cache."""
         one_pass = window_log_probs if self.kv == "shared" else chain_log_probs
-        return one_pass(text, self.num_speculative_tokens, self.model(text.model), _lay_over(text.params, params))
+        return one_pass(text, self.num_speculative_tokens, self.model(text.model), lay_over(text.params, params))
 
 
 def _quantize_all(tree: Params) -> Params:
@@ -89,9 +89,9 @@ def _quantize_all(tree: Params) -> Params:
     return {name: part for name, part in parts.items() if part}
 
 
-def _lay_over(base: Params, own: Params) -> Params:
+def lay_over(base: Params, own: Params) -> Params:
     """Own linear weights and their scales, in the places of the target's."""
-    return base | {name: _lay_over(base[name], part) if isinstance(part, dict) else part for name, part in own.items()}
+    return base | {name: lay_over(base[name], part) if isinstance(part, dict) else part for name, part in own.items()}
 
 
 def quantize(weight: Float[Array, "O I"]) -> tuple[Float[Array, "O I"], Float[Array, "O"]]:

@@ -21,8 +21,8 @@ from specjax.experiments import calibration_tables, error_rates
 from specjax import decode, plugins
 from specjax.evaluate.store import Store
 from specjax.exactness import lab
+from specjax.exactness.experiment import Setting
 from specjax.exactness.mutants import BLOCK_MUTANTS, CONTROLS, VERIFY_MUTANTS, Mutant, score
-from specjax.exactness.sampler import Setting
 from specjax.exactness.subjects import llama_subject
 
 SETTINGS = (Setting(1.0), Setting(0.7, top_p=0.8), Setting(1.0, top_k=5), Setting(1.0, min_p=0.1), Setting(0.0))
@@ -80,9 +80,9 @@ def grid(name: str, drafts: int, samples: int = 1 << 17, settings: tuple[Setting
     for vocab, length in sizes:
         subject = llama_subject(vocab)
         program = decode.Program(subject.model, chosen)
-        experiments.append(lab.Experiment(program, subject, new_tokens=length))
-    report = lab.run(experiments, settings, samples, lab.ALPHA, 0.1, seed=0)
-    best = report.strongest(1)[0]
+        experiments.append(lab.Experiment(program, subject, settings, new_tokens=length))
+    report = lab.run(experiments, samples, lab.ALPHA, 0.1, seed=0)
+    best = report.strongest()
     return {
         "verdict": report.verdict, "samples": report.samples, "tests": len(report.results),
         "detectable": report.detectable, "p_value": min(r.p_value for r in report.results),

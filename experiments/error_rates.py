@@ -6,9 +6,9 @@ whose table differs by exactly the total variation that a report calls detectabl
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import brentq
 
-from specjax import decode, drafter, plugins, testing
+from specjax import decode, testing
+from specjax.engine import Engine
 from specjax.exactness import lab, large, sampler, statistics
-from specjax.exactness.oracle import Joint
-from specjax.exactness.sampler import Setting
-from specjax.exactness.statistics import EProcess, Result
+from specjax.exactness.experiment import Setting, make_cases
+from specjax.exactness.statistics import TestResult
 from specjax.exactness.subjects import Laws, Subject, dirichlet_laws, instances, table
+from specjax.language_model import LanguageModel
 
 LEVEL = 0.05
 SAMPLES, BATCH = 1 << 14, 1 << 11
@@ -30,41 +31,29 @@ SETTINGS = (Setting(1.0, weight=3), Setting(0.7, top_p=0.8), Setting(1.0, top_k=
 
 def false_alarms(seeds: Sequence[int], samples: int = SAMPLES) -> dict[str, int]:
     """Seeds of the right rule that each test rejects; the sequential one is watched after every batch."""
-    subject, right = instances(3)[0]
-    program = decode.Program(subject.model, right)
-    length = lab.Experiment(program, subject).length
-    joints = lab.joint_laws(subject, SETTINGS, length)
-    alarms = dict.fromkeys(lab.SHARES, 0)
+    experiment, alarms = _experiment(), dict.fromkeys(lab.SHARES, 0)
     for seed in seeds:
-        bets = [EProcess(np.append(joint.cells, 0.0)) for joint in joints]
-        for tally in _sample(program, subject, SETTINGS, length, samples, seed):
-            for bet, counts in zip(bets, tally.cells, strict=True):
-                bet.update(counts)
-        results = []
-        for index, joint in enumerate(joints):
-            results += lab.case_results(str(SETTINGS[index]), tally, index, joint, bets[index])
-        _count(alarms, results)
+        _count(alarms, lab.gather(experiment, samples, 10_000 + seed, batch=BATCH).results())
     return alarms
 
 
 def transform_alarms(seeds: Sequence[int], sequences: int = 64, new_tokens: int = 24) -> dict[str, int]:
     """The same for the tests of large vocabularies, on a tiny Llama that drafts with its first layer."""
     model, params = testing.tiny_model(vocab_size=97, sharpness=1.5)
-    params = jax.tree.map(jnp.asarray, params)
+    target = LanguageModel.of(model, jax.tree.map(jnp.asarray, params))
     prompts = [([1, 2, 3], [4, 5], [6, 7, 8, 9], [10])[i % 4] for i in range(sequences)]
-    options = (params, prompts, Setting(0.8, top_p=0.95), new_tokens, sequences)
-    program = decode.Program(model, plugins.load_drafter("early-exit", {"exit_layer": "1"}))
-    plain = decode.Program(model, drafter.Nothing())
+    texts = large.Texts(prompts, Setting(0.8, top_p=0.95), new_tokens, sequences)
+    engine, plain = Engine(target, "early-exit:exit_layer=1"), Engine(target)
     alarms = dict.fromkeys(large.SHARES, 0)
     for seed in seeds:
-        values, texts = large.collect(program, *options, 2 * seed)
-        _, others = large.collect(plain, *options, 2 * seed + 1, transform=False)
-        results = [*large.transform_tests(values), large.two_sample_test(texts, others, prompts, seed)]
+        values, found = large.collect(engine, texts, 2 * seed)
+        _, others = large.collect(plain, texts, 2 * seed + 1, transform=False)
+        results = [*large.transform_tests(values), large.two_sample_test(found, others, prompts, seed)]
         _count(alarms, results)
     return alarms
 
 
-def _count(alarms: dict[str, int], results: Sequence[Result]) -> None:
+def _count(alarms: dict[str, int], results: Sequence[TestResult]) -> None:
     for test in alarms:
         family = [result.p_value for result in results if result.test == test]
         alarms[test] += int(min(statistics.holm(family, [1.0] * len(family))) <= LEVEL)
@@ -72,17 +61,15 @@ def _count(alarms: dict[str, int], results: Sequence[Result]) -> None:
 
 def detections(seeds: Sequence[int], samples: int = SAMPLES) -> dict[str, Any]:
     """How often the joint test, at the level that `check` gives it, rejects a deviation of the detectable size."""
-    subject, right = instances(3)[0]
-    program = decode.Program(subject.model, right)
-    length = lab.Experiment(program, subject).length
-    joint = lab.joint_laws(subject, SETTINGS[:1], length)[0]
-    level = lab.ALPHA * lab.SHARES["joint"]
-    counted = int((sampler.make_cases(subject, SETTINGS, length, BATCH).case == 0).sum()) * samples // BATCH
+    experiment = _experiment(SETTINGS[:1])
+    joint, level = experiment.joints[0], lab.ALPHA * lab.SHARES["joint"]
+    mixed = _experiment()
+    counted = int((make_cases(mixed, BATCH).case == 0).sum()) * samples // BATCH
     size = statistics.detectable(counted, joint.cells, level)
-    planted, caught = _planted(subject, joint, length, size, counted), 0
+    planted, caught = replace(mixed, subject=_planted(experiment, size, counted)), 0
     for seed in seeds:
-        *_, tally = _sample(program, planted, SETTINGS, length, samples, seed)
-        caught += int(statistics.joint_test(tally.cells[0][:-1], joint, "").p_value <= level)
+        *_, tally = sampler.sample(planted, samples, 10_000 + seed, batch=BATCH)
+        caught += int(statistics.joint_test(np.asarray(tally.cells)[0][:-1], joint, "").p_value <= level)
     return {"total_variation": size, "samples": counted, "level": level, "caught": caught}
 
 
@@ -91,10 +78,7 @@ def hardest_direction(draws: int, samples: int) -> dict[str, Any]:
 
     The promise is about pooled cells, so a pool moves as one. Multinomial draws: many are needed.
     """
-    subject, right = instances(3)[0]
-    length = lab.Experiment(decode.Program(subject.model, right), subject).length
-    joint = lab.joint_laws(subject, SETTINGS[:1], length)[0]
-    level = lab.ALPHA * lab.SHARES["joint"]
+    joint, level = _experiment(SETTINGS[:1]).joints[0], lab.ALPHA * lab.SHARES["joint"]
     size = statistics.detectable(samples, joint.cells, level)
     generator, law = np.random.default_rng(1), joint.cells
     labels = statistics.pools(law * samples)
@@ -125,31 +109,29 @@ def accepted_in_theory(target: Laws, draft: Laws, drafts: int) -> dict[str, floa
     return totals
 
 
-def _sample(
-    program: decode.Program, subject: Subject, settings: Sequence[Setting], length: int, samples: int, seed: int
-) -> Any:
-    params = program.drafter.params(jax.random.key(0), subject.model, subject.params)
-    options = {"new_tokens": length, "samples": samples, "seed": 10_000 + seed, "batch": BATCH}
-    return sampler.sample(program, subject, params, settings, **options)
+def _experiment(settings: Sequence[Setting] = SETTINGS) -> lab.Experiment:
+    """The chosen instance."""
+    subject, right = instances(3)[0]
+    return lab.Experiment(decode.Program(subject.model, right), subject, settings)
 
 
-def _planted(subject: Subject, joint: Joint, length: int, size: float, samples: int) -> Subject:
+def _planted(experiment: lab.Experiment, size: float, samples: int) -> Subject:
     """The subject with every logit moved by +c or -c, so that the pooled joint law moves by `size`.
 
     The chosen instance's laws are moved, not its table: contexts that differ before the marker stay equal.
     """
+    joint = experiment.joints[0]
     labels = statistics.pools(joint.cells * samples)
     laws, generator = dirichlet_laws(3, 4, seed=7)[0], np.random.default_rng(0)
     signs = {context: generator.choice([-1.0, 1.0], 3) for context in laws}
 
     def moved(c: float) -> Subject:
         weights = {context: law * np.exp(c * signs[context]) for context, law in laws.items()}
-        return dataclasses.replace(
-            subject, params=table(3, 4, {context: weight / weight.sum() for context, weight in weights.items()})
-        )
+        moved = {context: weight / weight.sum() for context, weight in weights.items()}
+        return replace(experiment.subject, params=table(3, 4, moved))
 
     def excess(c: float) -> float:
-        law = lab.joint_laws(moved(c), SETTINGS[:1], length)[0].cells
+        law = replace(experiment, subject=moved(c)).joints[0].cells
         moves = np.bincount(labels[labels >= 0], (law - joint.cells)[labels >= 0])
         return 0.5 * float(np.abs(moves).sum()) - size
 

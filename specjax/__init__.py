@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # for editors and type checkers: the same names as in `_MODUL
     from specjax.evaluate import Comparison, compare, summarize
     from specjax.exactness import assert_exact
     from specjax.language_model import LanguageModel, load_target
-    from specjax.notebook import account
+    from specjax.memory import account_for as account
     from specjax.plugins import load_drafter, load_rule
     from specjax.sampling import make_sampling
     from specjax.types import Draft, Target
@@ -33,7 +33,6 @@ _MODULES = {
     "specjax.exactness": ("assert_exact",),
     "specjax.language_model": ("LanguageModel", "load_target"),
     "specjax.evaluate": ("Comparison", "compare", "summarize"),
-    "specjax.notebook": ("account",),
     "specjax.plugins": ("load_drafter", "load_rule"),
     "specjax.sampling": ("make_sampling",),
     "specjax.types": ("Draft", "Target"),
@@ -46,6 +45,8 @@ __all__ = sorted([*_MODULE_OF, "__version__", "testing"])
 def __getattr__(name: str) -> Any:
     if name == "testing":
         return importlib.import_module("specjax.testing")
+    if name == "account":  # the package calls it by what it is for: its own `account` takes a program
+        return importlib.import_module("specjax.memory").account_for
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'specjax' has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from specjax import weights
 from specjax.drafter import Drafter
@@ -49,11 +48,16 @@ class LanguageModel:
             raise ValueError(f"{self.name} has no weights: load_target reads them, LanguageModel.of takes them")
         return self.checkpoint.load(self.dtype)
 
-    def shapes(self) -> PyTree[jax.ShapeDtypeStruct]:
-        """The weights' shapes and dtypes; nothing is read."""
-        if "params" in vars(self) or not isinstance(self.model, Llama):
-            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.params)
-        return weights.outline(self.model.config, self.dtype)
+    @property
+    def llama(self) -> Llama:
+        """The model, where it is one that the accountant knows the sizes of.
+
+        Raises:
+          ValueError: it is another one.
+        """
+        if not isinstance(self.model, Llama):
+            raise ValueError(f"{self.name} is no decoder of specjax.model: use specjax.memory.account with its weights")
+        return self.model
 
     @functools.cached_property
     def fingerprint(self) -> weights.TargetIdentity:

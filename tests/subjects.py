@@ -322,8 +322,3 @@ def assert_same_slots(got, want, real):
         np.testing.assert_allclose(
             np.where(mask[:, None, :, None], a, 0), np.where(mask[:, None, :, None], b, 0), rtol=1e-4, atol=3e-4
         )
-
-
-def lay_over(base, own):
-    """`base` with the leaves of `own` in their places."""
-    return base | {name: lay_over(base[name], part) if isinstance(part, dict) else part for name, part in own.items()}

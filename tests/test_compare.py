@@ -370,7 +370,7 @@ def test_a_drafter_that_does_not_pay_is_told_so_and_its_label_stands_by_it():
 def test_an_approximate_rule_is_told():
     known = {"none": KNOWN["none"], "x": rows.Contender("X()", "", exact=False)}
     _, row = rows.make_rows(known, [record("none", "a", [1, 2]), record("x", "a", [1, 2])], greedy=True)
-    assert "approximate: the rule does not keep the target's probabilities" in row["notes"]
+    assert "approximate: the rule is not proven to keep the target's probabilities" in row["notes"]
 
 
 def test_a_window_wider_than_the_smallest_size_gets_a_larger_one(checkpoint, questions, monkeypatch):

@@ -1,5 +1,6 @@
 """What the compiler makes of the round: no second cache, no second copy of weights, one compilation, no host."""
 
+import dataclasses
 import functools
 
 import jax
@@ -16,6 +17,7 @@ from specjax.mesh import nbytes
 from specjax.model import Llama
 from specjax.plugins import load_drafter
 from specjax.testing import tiny_config, tiny_model
+from specjax.types import Prompts
 
 STRATEGIES = {
     "none": ("none", {}),
@@ -84,9 +86,9 @@ def test_a_program_that_keeps_a_copy_of_its_cache_is_caught():
 def test_shapes_of_the_state_are_those_that_the_loop_starts_with():
     program, params, own = large(*STRATEGIES["external"])
     expected = state_shapes(program, params, own, **SIZES)
-    first = (expected.tokens, expected.length, expected.limit, expected.keys, expected.end_ids, expected.sampling)
-    start = functools.partial(decode.start, program, cache_dtype=jnp.dtype(jnp.float32))
-    state = jax.eval_shape(start, params, own, *first)
+    fields = {field.name: getattr(expected, field.name) for field in dataclasses.fields(Prompts)}
+    start = functools.partial(decode.start, program, cache_dtype=jnp.dtype(jnp.float32), longest=64)
+    state = jax.eval_shape(start, params, own, Prompts(**fields))
     assert jax.tree.structure(state) == jax.tree.structure(expected)
     for real, shape in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         assert (real.shape, real.dtype) == (shape.shape, shape.dtype)

@@ -7,8 +7,8 @@ from specjax.experiments import calibration, error_rates
 
 from specjax import decode, plugins, verify
 from specjax.exactness import gate, identity, lab
-from specjax.exactness.mutants import CONTROLS, VERIFY_MUTANTS, rules, score
-from specjax.exactness.sampler import Setting
+from specjax.exactness.experiment import Setting
+from specjax.exactness.mutants import CONTROLS, FAULTS, VERIFY_MUTANTS, score
 from specjax.exactness.subjects import dirichlet_laws, instances, llama_subject
 
 F3 = np.array([0.1, 0.6, 0.3]), np.array([0.5, 0.3, 0.2])
@@ -40,21 +40,21 @@ def test_match_keeps_the_law_and_accepts_less(p, q, acceptance):
 
 @pytest.mark.parametrize(("p", "q", "wrong"), [(*F3, [0.05, 0.7125, 0.2375]), (*F4, [0.42, 0.04, 0.27, 0.27])])
 def test_match_is_biased_only_if_a_mismatch_draws_from_the_residual(p, q, wrong):
-    law, _ = one_step(p, chain(q), rules.FAULTY_RULES[8])
+    law, _ = one_step(p, chain(q), FAULTS["OneHotResidualOfQ"][1])
     np.testing.assert_allclose(law, wrong, atol=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("number", "f3", "f4"),
+    ("name", "f3", "f4"),
     [
-        (0, [0.14, 0.54, 0.32], [0.66, 0.22, 0.06, 0.06]),
-        (1, [0.216, 0.456, 0.328], [0.624, 0.224, 0.076, 0.076]),
-        (5, [0.5, 0.3, 0.2], [0.7, 0.2, 0.05, 0.05]),
-        (6, [0.0, 0.675, 0.325], [0.0, 0.2, 0.4, 0.4]),
+        ("RedrawFromP", [0.14, 0.54, 0.32], [0.66, 0.22, 0.06, 0.06]),
+        ("SoftmaxResidual", [0.216, 0.456, 0.328], [0.624, 0.224, 0.076, 0.076]),
+        ("AlwaysAccept", [0.5, 0.3, 0.2], [0.7, 0.2, 0.05, 0.05]),
+        ("NoUniform", [0.0, 0.675, 0.325], [0.0, 0.2, 0.4, 0.4]),
     ],
 )
-def test_faulty_rules_have_their_known_wrong_laws(number, f3, f4):
-    rule = rules.FAULTY_RULES[number]
+def test_faulty_rules_have_their_known_wrong_laws(name, f3, f4):
+    _, rule = FAULTS[name]
     np.testing.assert_allclose(one_step(F3[0], chain(F3[1]), rule)[0], f3, atol=1e-3)
     np.testing.assert_allclose(one_step(F4[0], chain(F4[1]), rule)[0], f4, atol=1e-3)
 
@@ -150,8 +150,8 @@ def test_every_drafter_has_the_enumerated_law_in_mixed_batches_of_ragged_prompts
     fields, (vocab, new_tokens) = SHORT_GRID[name]
     subject = llama_subject(vocab)
     program = decode.Program(subject.model, plugins.load_drafter(name, fields))
-    experiment = lab.Experiment(program, subject, new_tokens=new_tokens)
-    report = lab.run([experiment], calibration.SETTINGS, 1 << 15, alpha=1e-3, detect=0.3, seed=0)
+    experiment = lab.Experiment(program, subject, calibration.SETTINGS, new_tokens=new_tokens)
+    report = lab.run([experiment], 1 << 15, alpha=1e-3, detect=0.3, seed=0)
     assert report.passed, str(report)
 
 

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import subjects
-from specjax.drafters.fp8 import quantize
+from specjax.drafters.fp8 import lay_over, quantize
 
-from specjax import drafter, plugins, testing
+from specjax import decode, plugins, testing
 from specjax.model.decoder import FP8, project
-from specjax.types import Target
 
 fp8 = plugins.load_drafter("fp8")
 
@@ -76,9 +75,7 @@ def quantised(tiny):
     own = fp8.params(jax.random.key(0), model, params)
     small = fp8.model(model)
 
-    state = subjects.start_rows(model, params, drafter.Nothing(), (), [[1]] * 3, 1)
-    target = Target(model, params, state.cache, state.tokens, state.length, (), state.sampling)
-    run = jax.jit(lambda own: forward(small, fp8.whole(own, target), jnp.asarray([[1, 2, 3, 4, 5]])))
+    run = jax.jit(lambda own: forward(small, lay_over(params, own), jnp.asarray([[1, 2, 3, 4, 5]])))
     return own, run
 
 
@@ -137,8 +134,7 @@ def test_biases_and_norms_of_heads_stay_the_targets():
     model, params = testing.tiny_model(num_layers=2, attention_bias=True, qk_norm=True)
     own = fp8.params(jax.random.key(0), model, params)
     assert set(own["layers"][0]["self_attn"]["q_proj"]) == {"weight", "scale"}
-    state = subjects.start_rows(model, params, drafter.Nothing(), (), [[1]], 1)
-    whole = fp8.whole(own, Target(model, params, state.cache, state.tokens, state.length, (), state.sampling))
+    whole = lay_over(params, own)
     attention, full = whole["layers"][1]["self_attn"], params["layers"][1]["self_attn"]
     assert attention["q_proj"]["bias"] is full["q_proj"]["bias"]
     assert attention["k_norm"]["weight"] is full["k_norm"]["weight"]
@@ -161,11 +157,11 @@ def test_the_own_cache_has_the_target_caches_dtype_and_a_shared_one_is_handed_ba
     for kv, leaves in (("own", 2 * model.num_layers), ("shared", 0)):
         chosen = plugins.load_drafter("fp8", {"kv": kv})
         own = chosen.params(jax.random.key(0), model, params)
-        state = subjects.start_rows(model, params, drafter.Nothing(), (), [[1, 2, 3]] * 3, 5)
-        cache = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state.cache)
-        target = Target(model, params, cache, state.tokens, state.length, (), state.sampling)
-        held = jax.eval_shape(chosen.init, own, target)
+        held = chosen.init(own, model, 3, 16, jnp.bfloat16)
         assert [leaf.dtype for leaf in jax.tree.leaves(held)] == [jnp.bfloat16] * leaves
+        state = subjects.start_rows(model, params, chosen, own, [[1, 2, 3]] * 3, 5)
+        draft = jax.eval_shape(functools.partial(decode.propose, decode.Program(model, chosen)), params, own, state)
+        assert jax.tree.structure((draft.cache, draft.state)) == jax.tree.structure((state.cache, state.drafter))
 
 
 def test_an_unknown_kind_of_cache_is_refused():

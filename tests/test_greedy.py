@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import subjects
+from specjax.drafters.fp8 import lay_over
 from subjects import (
     BATCH,
     LONGEST,
@@ -92,6 +93,6 @@ def test_a_drafters_own_cache_has_no_hole_and_no_rejected_token_after_partial_ac
     rows = run_rows(model, params, tampered(name, 4), tamper(weights[name], [0, 2, 4]), prompts, [17, 18, 16])
     final = rows.state
     own = subjects.drafters(4)[name]
-    whole = subjects.lay_over(params, weights[name]) if name == "fp8-own" else weights[name]
+    whole = lay_over(params, weights[name]) if name == "fp8-own" else weights[name]
     clean = clean_prefill(own.model(model), whole, np.asarray(final.tokens), final.length)
     assert_same_slots(final.drafter, clean, final.length - 2)  # the last two are fed again by the next round

@@ -1,8 +1,8 @@
 """What a run's records say of load: warnings that are due, none that are not, and what can't be seen is named."""
 
 import dataclasses
+import inspect
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -278,7 +278,7 @@ def test_rates_are_of_the_drafter_as_it_ran():
     assert once["flop_per_s"] > 0
     twice = rates.of_row(TIMED | {"draft_s": 1.0, "verify_s": 1.0}, manifest_of(), 64, None)
     assert twice["bytes_per_s"] == pytest.approx(once["bytes_per_s"] / 2)
-    file = Path(testing.__file__)
+    file = inspect.getfile(testing.Tree)
     trees = [
         rates.of_row(
             TIMED | {"drafter": f"{file}:Tree", "settings": f"Tree(parents={parents})"}, manifest_of(), 64, None

@@ -320,7 +320,7 @@ def test_the_command_prints_what_fits(capsys):
         (("--mesh", "2", "--data", "2"), "batch=1: must be a multiple of data=2"),
         (("--context", "9000"), "context of 9000 tokens: must be 1 to 8192"),
         (("--window", "300"), "the window does not fit into 256 cache slots"),
-        (("--drafter", "external:gpt-9"), "no sizes for target 'gpt-9': choose from"),
+        (("--drafter", "external:gpt-9"), "no checkpoint 'gpt-9': give a path"),
         (("--target", "gpt-9"), "no sizes for target 'gpt-9': choose from"),
         (("--device", "this", "--mesh", "2"), "mesh '2': this machine is measured as one device"),
         (("--drafter", "nonsense"), "unknown drafter 'nonsense'"),

@@ -319,5 +319,5 @@ def test_the_committed_shapes_are_those_of_today(row):
 
 def test_the_tables_in_text_are_those_of_the_rows():
     assert memory_table.table(ROWS) == (ROOT / "experiments" / "memory_table.md").read_text()
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "specjax" / "memory" / "README.md").read_text()
     assert memory_table.into_readme(readme, ROWS) == readme

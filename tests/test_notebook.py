@@ -32,6 +32,7 @@ def test_the_notebook_runs_as_it_stands(checkpoint):
     summary = specjax.summarize(out)
     assert summary.acceptance_length == out[0].acceptance_length >= 1
     account = specjax.account(target, drafter, batch=8, context=256, device="h100")
+    assert "usable on h100" in repr(account)
     assert account.peak_bytes > 0
     assert account.added_bytes["weights"] == 0
 

@@ -1,6 +1,7 @@
 """Growth, acceptance profiles, roofline, planner, sweeps, tiers: against closed forms, and against fresh traces."""
 
 import dataclasses
+import inspect
 import json
 import types
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from fixtures_memory import preset  # noqa: F401
 
-from specjax import cli, mesh
+from specjax import cli, mesh, testing
 from specjax.cli import sizes
 from specjax.memory import hardware, measured_device, planner, roofline, sweep, tiers
 from specjax.memory.acceptance import Acceptance, Profile
@@ -18,7 +19,7 @@ from specjax.memory.strategy import Strategy
 from specjax.types import Counts
 
 WHOLE = mesh.Layout()
-TREE = "specjax/testing.py:Tree"
+TREE = f"{inspect.getfile(testing.Tree)}:Tree"
 
 
 def growth(drafter, windows=(), layout=WHOLE):

@@ -9,20 +9,54 @@ import pytest
 from specjax.experiments import calibration, calibration_tables
 
 from specjax import Engine, LanguageModel, Nothing, cli, plugins, testing
-from specjax.exactness import lab
+from specjax.exactness import assert_exact, lab
 from specjax.exactness.mutants import CONTROLS
+from specjax.testing import check_drafter
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + [
+    ROOT / folder / "README.md"
+    for folder in ("drafters", "experiments", "specjax/evaluate", "specjax/exactness", "specjax/memory")
+]
+
+
+def saved(page, name, folder):
+    """The drafter that a page shows whole, as a reader would save it."""
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    [source] = [code for code in blocks if f"class {name}(Drafter)" in code]
+    assert source.count("\n") <= 80
+    path = folder / f"{name.lower()}.py"
+    path.write_text(source)
+    return path
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """The drafter of the README, as a reader would save it."""
-    [source] = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "class Bigram" in code]
-    assert source.count("\n") <= 60
-    path = tmp_path_factory.mktemp("readme") / "bigram.py"
-    path.write_text(source)
-    return path
+    """The drafter of the README."""
+    return saved(README, "Bigram", tmp_path_factory.mktemp("readme"))
+
+
+def test_the_readme_is_a_page():
+    assert README.count("\n") <= 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere_and_every_command_exists(page):
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / link).exists(), link
+    for command in re.findall(r"^(?:\$ )?specjax (\w+)", text, re.MULTILINE):
+        assert command in cli.COMMANDS, command
+    for module in re.findall(r"python -m specjax\.experiments\.(\w+)", text):
+        assert (ROOT / "experiments" / f"{module}.py").exists(), module
+
+
+def test_the_head_that_the_drafters_readme_shows_keeps_the_contract_and_the_targets_distribution(tmp_path):
+    path = saved((ROOT / "drafters" / "README.md").read_text(), "Head", tmp_path)
+    head = plugins.load_drafter(f"{path}:Head:num_speculative_tokens=2")
+    check_drafter(head)
+    assert assert_exact(head, samples=1 << 15, detect=0.2).passed
 
 
 def test_the_two_commands_stand_in_the_first_screen():
@@ -38,18 +72,13 @@ def test_the_table_of_a_real_run_stands_there():
 
 def test_its_tables_of_the_exactness_lab_are_those_of_the_committed_study():
     done = calibration.results(calibration.open_store())
-    readme = (Path(__file__).parents[1] / "specjax" / "exactness" / "README.md").read_text()
+    readme = (ROOT / "specjax" / "exactness" / "README.md").read_text()
     assert calibration_tables.into_readme(readme, done) == readme
     assert all(row["holds"] for row in calibration_tables.rates(done).values())
     rows = {row["name"]: row for name, part in done.items() if name.startswith("mutants: ") for row in part}
     right = {mutant.name for mutant in CONTROLS}
     assert {name for name, row in rows.items() if min(row["p_values"].values()) > lab.ALPHA} == right
     assert all(row["verdict"] == "PASS" for name, row in done.items() if name.startswith("drafter: "))
-
-
-def test_every_command_in_the_readme_exists():
-    for command in re.findall(r"^(?:\$ )?specjax (\w+)", README, re.MULTILINE):
-        assert command in cli.COMMANDS
 
 
 def test_the_readmes_drafter_is_exact_greedy_and_draws_from_what_it_reports(file):

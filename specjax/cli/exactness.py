@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
 from specjax import plugins, verify
+from specjax.cli import options
 from specjax.cli.errors import Refusal, refusing
 from specjax.exactness import lab, large
-from specjax.exactness.report import FAIL, INCONCLUSIVE, PASS
-from specjax.exactness.sampler import Setting
-from specjax.plugins import load_rule
+from specjax.exactness.experiment import Setting
+from specjax.exactness.report import FAIL, INCONCLUSIVE, PASS, Report
 
 EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 2}  # an approximate rule is not an error: 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the subcommand."""
-    parser.add_argument("--drafter", help="a name (ngram) or ./file.py:Class; by default the chosen instances' own")
+    parser.add_argument(
+        "--drafter",
+        help="a name, ./file.py:Class or a folder, with settings as :FIELD=VALUE; by default the chosen instances' own",
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of the drafter, e.g. exit_layer=1"
     )
-    parser.add_argument("--rule", default="token", help=f"{', '.join(verify.RULES)}, or ./file.py:Class")
+    parser.add_argument(
+        "--rule", default="token", help=f"{', '.join(verify.RULES)}, with settings as :FIELD=VALUE, or ./file.py:Class"
+    )
     parser.add_argument(
         "--target", default="auto",
         help="table or llama (tiny, enumerated), or a checkpoint (smollm2-135m), tested without enumeration",
@@ -61,38 +65,30 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_CODES.get(report.verdict, 0)
 
 
-def _report(args: argparse.Namespace) -> lab.Report:
+def _report(args: argparse.Namespace) -> Report:
     with refusing():
-        chosen = plugins.load_drafter(args.drafter, dict(_pair(text) for text in args.set)) if args.drafter else None
-        rule = load_rule(args.rule)
+        named = [args.drafter] if args.drafter else []
+        drafter = next(iter(options.load_drafters(named, args.set).values()), None)
+        rule = plugins.load_rule(args.rule)
     filters = (args.top_k, args.top_p, args.min_p)
     settings: tuple[Setting, ...] = lab.SETTINGS
     if args.temperature is not None or filters != (0, 1.0, 0.0):
         settings = (Setting(1.0 if args.temperature is None else args.temperature, *filters),)
         settings[0].sampler()  # checks ranges
-    if args.target not in ("auto", "table", "llama"):
-        if chosen is None:
-            raise ValueError(f"target {args.target}: name a drafter to test with it, e.g. --drafter fp8")
-        setting = settings[0] if len(settings) == 1 else large.SETTING
-        return large.check_large(
-            chosen, args.target, rule=rule, setting=setting, sequences=_or(args.samples, large.SEQUENCES),
-            alpha=args.alpha, detect=_or(args.detect, large.DETECT), seed=args.seed, progress=_progress,
+    enumerated = args.target in ("auto", "table", "llama")
+    samples = (lab.SAMPLES if enumerated else large.SEQUENCES) if args.samples is None else args.samples
+    detect = (lab.DETECT if enumerated else large.DETECT) if args.detect is None else args.detect
+    if enumerated:
+        return lab.check(
+            drafter, rule=rule, target=args.target, settings=settings, samples=samples, alpha=args.alpha,
+            detect=detect, seed=args.seed, progress=_progress,
         )  # fmt: skip
-    return lab.check(
-        chosen, rule=rule, target=args.target, settings=settings, samples=_or(args.samples, lab.SAMPLES),
-        alpha=args.alpha, detect=_or(args.detect, lab.DETECT), seed=args.seed, progress=_progress,
+    if drafter is None:
+        raise ValueError(f"target {args.target}: name a drafter to test with it, e.g. --drafter fp8")
+    return large.check_large(
+        drafter, args.target, rule=rule, setting=settings[0] if len(settings) == 1 else large.SETTING,
+        sequences=samples, alpha=args.alpha, detect=detect, seed=args.seed, progress=_progress,
     )  # fmt: skip
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, sign, value = text.partition("=")
-    if not sign:
-        raise ValueError(f"--set {text!r}: write FIELD=VALUE")
-    return name, value
 
 
 def _progress(text: str) -> None:

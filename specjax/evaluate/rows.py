@@ -160,7 +160,7 @@ def _notes(row: Mapping[str, Any]) -> list[str]:
     if row["drafter"] != BASELINE and row["speedup"] is not None and row["speedup"] < 1:
         notes.append(f"does not pay here: {row['speedup']:.2f} x the speed of none")
     if not row["exact"]:
-        notes.append("approximate: the rule does not keep the target's probabilities")
+        notes.append("approximate: the rule is not proven to keep the target's probabilities")
     if (difference := row["greedy_difference"]) is not None:
         notes.append(
             f"greedy output differs from none's, first in {difference['question_id']} at token {difference['position']}"

@@ -4,11 +4,11 @@ from specjax.exactness import assert_exact
 assert_exact("./mine.py:Mine")
 """
 
+from specjax.exactness.experiment import Setting
 from specjax.exactness.lab import assert_exact, check
 from specjax.exactness.large import check_large
 from specjax.exactness.oracle import Joint, NotEnumerableError, enumerate_joint
 from specjax.exactness.report import Report
-from specjax.exactness.sampler import Setting
 from specjax.exactness.statistics import EProcess
 from specjax.exactness.subjects import Subject
 

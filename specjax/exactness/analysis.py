@@ -8,13 +8,13 @@ import numpy as np
 
 from specjax.exactness.oracle import Joint
 from specjax.exactness.report import Case, Deviation, Divergence
-from specjax.exactness.statistics import Result
+from specjax.exactness.statistics import TestResult
 
 RESAMPLES = 200
 
 
 def explain(
-    results: Sequence[Result], cases: Sequence[tuple[Case, Joint]], alpha: float, most: int = 3
+    results: Sequence[TestResult], cases: Sequence[tuple[Case, Joint]], alpha: float, most: int = 3
 ) -> tuple[Deviation, ...]:
     """The contexts that deviate most, first those of the earliest position."""
     rejected = [result for result in results if result.adjusted <= alpha]
@@ -36,10 +36,8 @@ def explain(
 
 def _contexts(case: Case, joint: Joint, counts: np.ndarray, tests: set[str]) -> list[tuple[float, Deviation]]:
     """The worst context of the first position that deviates clearly."""
-    total, reach = counts.sum(), np.ones(1)
-    for depth in range(joint.length):
-        seen = counts.reshape(-1, joint.vocab, joint.vocab ** (joint.length - depth - 1)).sum(-1)
-        size, step = seen.sum(-1), joint.steps[depth]
+    for depth, (seen, step) in enumerate(zip(joint.seen(counts), joint.steps, strict=True)):
+        size = seen.sum(-1)
         with np.errstate(invalid="ignore", divide="ignore"):
             observed = np.where(size[:, None] > 0, seen / size[:, None], step)
             z = np.where(step > 0, np.abs(seen - size[:, None] * step) / np.sqrt(size[:, None] * step * (1 - step)), 0)
@@ -47,13 +45,14 @@ def _contexts(case: Case, joint: Joint, counts: np.ndarray, tests: set[str]) -> 
         score = np.nan_to_num(np.where(impossible, 1e3, z), posinf=1e3).max(-1)
         worst = int(np.argmax(score))
         if score[worst] > 5:
-            context = tuple(int(t) for t in np.unravel_index(worst, (joint.vocab,) * depth)) if depth else ()
+            context = joint.tokens(worst, depth)
             tv = float(0.5 * np.abs(observed[worst] - step[worst]).sum())
             tokens = tuple((i, float(observed[worst, i]), float(step[worst, i])) for i in range(joint.vocab))
-            place = f"{case.name}, position {depth} after {context} ({int(size[worst]):,} of {int(total):,} sequences)"
+            place = (
+                f"{case.name}, position {depth} after {context} ({size[worst]:,.0f} of {counts.sum():,.0f} sequences)"
+            )
             guess = _guess(depth, joint, bool(impossible[worst].any()), tests)
             return [(float(score[worst]), Deviation(place, tokens, tv, guess))]
-        reach = (reach[:, None] * step).reshape(-1)
     return []
 
 
@@ -105,8 +104,7 @@ def divergence(case: Case, joint: Joint, seed: int = 0) -> Divergence:
 
 def _distances(counts: np.ndarray, joint: Joint) -> np.ndarray:
     total, tv = counts.sum(), 0.0
-    for depth, step in enumerate(joint.steps):
-        seen = counts.reshape(-1, joint.vocab, joint.vocab ** (joint.length - depth - 1)).sum(-1)
+    for seen, step in zip(joint.seen(counts), joint.steps, strict=True):
         tv += 0.5 * float(np.abs(seen - seen.sum(-1, keepdims=True) * step).sum()) / total
     law, seen = joint.cells, counts / total
     if np.any(seen[law == 0] > 0):

@@ -48,33 +48,21 @@ def chain(length: int, q: Law, reported: Law | None = None, certain: bool = Fals
     return Proposal(tuple(range(-1, length - 1)), lambda above, elder: q(above), told, certain)
 
 
-@dataclass(frozen=True)
-class _Grid:
-    tokens: np.ndarray  # [X, N]: every draft
-    weight: np.ndarray  # [X]: its probability
-    log_p: np.ndarray  # [X, N + 1, V]
-    log_q: np.ndarray | None
-
-
-def _grid(p: Law, proposal: Proposal, vocab: int) -> _Grid:
-    parents, nodes = proposal.parents, len(proposal.parents)
-    tokens, weight, rows_p, rows_q = [], [], [], []
+def _drafts(p: Law, proposal: Proposal, vocab: int) -> tuple[np.ndarray, ...]:
+    """Every draft [X, N] with its probability [X], log p [X, N + 1, V] and log q."""
+    parents, nodes, found = proposal.parents, len(proposal.parents), []
     for draft in itertools.product(range(vocab), repeat=nodes):
-        chance, row_q = 1.0, []
-        for i in range(nodes):
-            above, elder = _above(draft, parents, parents[i]), _elder(draft, parents, i)
-            chance *= proposal.drawn(above, elder)[draft[i]]
-            if chance == 0:
-                break
-            row_q.append((proposal.reported or proposal.drawn)(above, elder))
-        else:
-            tokens.append(draft)
-            weight.append(chance)
-            rows_p.append([p(_above(draft, parents, i)) for i in range(-1, nodes)])
-            rows_q.append(row_q)
+        places = [(_above(draft, parents, parents[i]), _elder(draft, parents, i)) for i in range(nodes)]
+        chance = 1.0
+        for place, token in zip(places, draft, strict=True):
+            chance = chance and chance * float(proposal.drawn(*place)[token])
+        if chance > 0:
+            row_q = [(proposal.reported or proposal.drawn)(*place) for place in places]
+            row_p = [p(_above(draft, parents, i)) for i in range(-1, nodes)]
+            found.append((draft, chance, row_p, row_q))
+    tokens, weight, rows_p, rows_q = map(np.asarray, zip(*found, strict=True))
     with np.errstate(divide="ignore"):
-        log_q = None if proposal.certain else np.log(np.asarray(rows_q).reshape(len(tokens), nodes, vocab))
-        return _Grid(np.asarray(tokens, np.int32), np.asarray(weight), np.log(np.asarray(rows_p)), log_q)
+        return tokens.astype(np.int32), weight, np.log(rows_p), np.log(rows_q.reshape(len(tokens), nodes, vocab))
 
 
 def _above(draft: tuple[int, ...], parents: tuple[int, ...], node: int) -> tuple[int, ...]:
@@ -103,34 +91,26 @@ def law_of(
       NotAChainError: a tree, for a rule that takes none.
     """
     nodes = len(proposal.parents)
-    grid = _grid(p, proposal, vocab)
     patterns = np.array(list(itertools.product((False, True), repeat=nodes)), bool).reshape(-1, nodes)
-    drafts = len(grid.tokens)
-    repeat = functools.partial(np.repeat, repeats=len(patterns), axis=0)
+    drafts = _drafts(p, proposal, vocab)
+    tokens, weight, log_p, log_q = (part.repeat(len(patterns), 0) for part in drafts)
     with jax.enable_x64(dtype == "float64"):
-        draft = Draft(
-            jnp.asarray(repeat(grid.tokens)),
-            None if grid.log_q is None else jnp.asarray(repeat(grid.log_q), dtype),
-            cache=Cache(()),
-            state=(),
-            parents=None
-            if proposal.parents == tuple(range(-1, nodes - 1))
-            else jnp.asarray(proposal.parents, jnp.int32),
-        )
-        log_p = jnp.asarray(repeat(grid.log_p), dtype)
+        is_chain = proposal.parents == tuple(range(-1, nodes - 1))
+        parents = None if is_chain else jnp.asarray(proposal.parents, jnp.int32)
+        told = None if proposal.certain else jnp.asarray(log_q, dtype)
+        draft, given = Draft(jnp.asarray(tokens), told, Cache(()), (), parents=parents), jnp.asarray(log_p, dtype)
 
         def run(u: np.ndarray) -> Outcome:
-            return jax.device_get(_decide(rule, log_p, draft, jnp.asarray(u, dtype)))
+            return jax.device_get(_decide(rule, given, draft, jnp.asarray(u, dtype)))
 
-        chance, (path, accepted, law), monotone = _patterns(
-            run, np.tile(patterns, (drafts, 1)), BISECTIONS[dtype], dtype
-        )
+        wanted = np.tile(patterns, (len(drafts[0]), 1))
+        chance, (path, accepted, law), monotone = _patterns(run, wanted, dtype)
     if not monotone.all():
         raise ValueError(
             f"rule {rule!r}: a node must be accepted exactly for uniforms below some threshold; "
             "write it as u * q < p, so that its law can be computed"
         )
-    weight, tokens = repeat(grid.weight) * chance, repeat(grid.tokens)
+    weight = weight * chance
     depth = 1 + max((len(_above((0,) * nodes, proposal.parents, i)) for i in range(nodes)), default=0)
     joint = np.zeros((vocab,) * depth)
     rest = functools.cache(lambda prefix: target_joint(p, vocab, depth - len(prefix), prefix))
@@ -149,7 +129,7 @@ def _decide(rule: verify.DecisionRule, log_p: jax.Array, draft: Draft, u: jax.Ar
 
 
 def _patterns(
-    run: Callable[[np.ndarray], Outcome], wanted: np.ndarray, bisections: int, dtype: str
+    run: Callable[[np.ndarray], Outcome], wanted: np.ndarray, dtype: str
 ) -> tuple[np.ndarray, Outcome, np.ndarray]:
     """Probability of each pattern of acceptances, the verdict it leads to, and whether thresholds are thresholds.
 
@@ -167,7 +147,7 @@ def _patterns(
 
         ever, always = accepts(0.0), accepts(almost_one)  # unreached or impossible nodes are never accepted
         low, high = np.zeros(rows), np.ones(rows)
-        for _ in range(bisections):
+        for _ in range(BISECTIONS[dtype]):
             inside = accepts((low + high) / 2)
             low, high = np.where(inside, (low + high) / 2, low), np.where(inside, high, (low + high) / 2)
         threshold = np.where(always, 1, np.where(ever, (low + high) / 2, 0))

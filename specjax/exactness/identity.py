@@ -12,14 +12,14 @@ from scipy.stats import norm
 from specjax import verify
 from specjax.exactness import gate
 from specjax.exactness.sampler import Tally
-from specjax.exactness.statistics import Result
+from specjax.exactness.statistics import TestResult, certain
 from specjax.exactness.subjects import dirichlet_laws
 
 REPLAY_TOLERANCE = 1e-5
 """Share of drafts that may not replay: two fusions of one program may round a law differently."""
 
 
-def check_rule(rule: verify.Rule) -> tuple[dict[str, float], tuple[Result, ...]]:
+def check_rule(rule: verify.Rule) -> tuple[dict[str, float], tuple[TestResult, ...]]:
     """The enumeration gate on a small grid: a chain of two over three ids, and siblings, with zeros in the laws.
 
     Nothing is returned for a rule that the gate can't run: the report says so, and samples alone speak.
@@ -28,7 +28,7 @@ def check_rule(rule: verify.Rule) -> tuple[dict[str, float], tuple[Result, ...]]
 
 
 @functools.lru_cache(maxsize=64)
-def _check_rule(rule: Any) -> tuple[dict[str, float], tuple[Result, ...]]:
+def _check_rule(rule: Any) -> tuple[dict[str, float], tuple[TestResult, ...]]:
     differences, results = {}, []
     for dtype, tolerance in gate.TOLERANCE.items():
         found, refused = [], ""
@@ -39,14 +39,10 @@ def _check_rule(rule: Any) -> tuple[dict[str, float], tuple[Result, ...]]:
                 refused = ", on chains only: it takes no trees"
         worst = differences[dtype] = max(found)
         place = f"{dtype}, largest difference {worst:.1e}{refused}"
-        results.append(_certain(Result("identity", place, worst, 0, float(worst <= tolerance))))
+        results.append(certain("identity", place, worst, worst <= tolerance))
     never = gate.accepts_impossible(rule)
-    results.append(_certain(Result("identity", "a draft of probability 0 at u = 0", never, 0, float(never == 0))))
+    results.append(certain("identity", "a draft of probability 0 at u = 0", never, never == 0))
     return differences, tuple(results)
-
-
-def _certain(result: Result) -> Result:
-    return Result(result.test, result.where, result.statistic, result.degrees, result.p_value, result.p_value)
 
 
 def grid() -> list[tuple[gate.Law, gate.Proposal]]:
@@ -66,7 +62,7 @@ def difference(rule: verify.DecisionRule, proposal: gate.Proposal, p: gate.Law, 
     return float(np.abs(law - gate.target_joint(p, vocab, law.ndim)).max())
 
 
-def replay_results(tally: Tally, cases: slice = slice(None)) -> list[Result]:
+def replay_results(tally: Tally, cases: slice = slice(None)) -> list[TestResult]:
     """Whether each drafted token is what the round's key draws from the law reported for it.
 
     A drafter may draw with other noise; then agreement is a matter of chance, sum q^2, and nothing
@@ -80,12 +76,11 @@ def replay_results(tally: Tally, cases: slice = slice(None)) -> list[Result]:
         missed = drawn - replayed
         where = f"draft {position}: {int(missed):,} of {int(drawn):,} are not drawn from the law reported"
         if own:
-            p_value = float(missed <= REPLAY_TOLERANCE * drawn)
-            results.append(Result("replay", where, float(missed), 0, p_value, p_value))
+            results.append(certain("replay", where, float(missed), missed <= REPLAY_TOLERANCE * drawn))
     return results
 
 
-def efficiency(tally: Tally, index: int, where: str) -> list[Result]:
+def efficiency(tally: Tally, index: int, where: str) -> list[TestResult]:
     """Accepted drafts against the overlap that a rule counts: their difference is a martingale.
 
     The overlap is sum min(p, q) over the drafts that were tested; for block verification, of the weighted p.
@@ -94,7 +89,7 @@ def efficiency(tally: Tally, index: int, where: str) -> list[Result]:
     accepted = float((tally.accepted[index] * np.arange(tally.accepted.shape[1])).sum())
     if variance < 1:
         p_value = 1.0 if abs(total) < 1e-3 * max(1.0, accepted) else 0.0
-        return [Result("efficiency", f"{where}: nothing random", total, 1, p_value)]
+        return [TestResult("efficiency", f"{where}: nothing random", total, 1, p_value)]
     z = total / math.sqrt(variance)
     place = f"{where}: accepted minus overlap is {total / tally.cells[index].sum():+.4f} a sequence"
-    return [Result("efficiency", place, z, 1, float(2 * norm.sf(abs(z))))]
+    return [TestResult("efficiency", place, z, 1, float(2 * norm.sf(abs(z))))]

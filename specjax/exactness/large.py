@@ -13,6 +13,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,14 +22,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 from scipy.stats import chi2
 
-from specjax import decode, plugins, sampling, verify, weights
-from specjax import drafter as drafters
+from specjax import decode, sampling, verify
 from specjax.drafter import Drafter
+from specjax.engine import Engine
 from specjax.exactness import compatibility, identity, lab, statistics
-from specjax.exactness.report import APPROXIMATE, FAIL, INCONCLUSIVE, PASS, Case, Report
-from specjax.exactness.sampler import Setting
-from specjax.exactness.statistics import Result
-from specjax.types import Model, Params, Prompts, Sampling
+from specjax.exactness.experiment import Setting
+from specjax.exactness.report import Case, Report
+from specjax.exactness.statistics import TestResult
+from specjax.language_model import LanguageModel, load_target
+from specjax.types import Model, Params, Sampling
 
 SETTING = Setting(0.8, top_p=0.95)
 SEQUENCES, NEW_TOKENS, BATCH, BINS, PAIR_BINS, PERMUTATIONS = 48, 24, 16, 16, 5, 9999
@@ -41,11 +43,22 @@ PROMPTS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Texts:
+    """What is decoded: prompts, all under one setting, in batches."""
+
+    prompts: Sequence[Sequence[int]]
+    setting: Setting = SETTING
+    new_tokens: int = NEW_TOKENS
+    batch: int = BATCH
+
+
 def check_large(
     drafter: Drafter | str,
-    target: str | tuple[Model, Params, Sequence[Sequence[int]]] = "smollm2-135m",
+    target: LanguageModel | str = "smollm2-135m",
     *,
     rule: verify.Rule | None = None,
+    prompts: Sequence[str | Sequence[int]] = PROMPTS,
     setting: Setting = SETTING,
     sequences: int = SEQUENCES,
     new_tokens: int = NEW_TOKENS,
@@ -58,7 +71,8 @@ def check_large(
     """Test a drafter and a rule on a target of any vocabulary.
 
     Args:
-      target: a checkpoint, or a model with its weights and prompts (token ids).
+      target: loaded, or what `specjax.load_target` finds.
+      prompts: text (read without a chat template) or token ids, taken in turn.
       detect: total variation of the transform's law from uniform that must be caught with 99 % probability.
 
     Raises:
@@ -69,89 +83,74 @@ def check_large(
         raise ValueError(
             f"alpha={alpha}, detect={detect}, sequences={sequences}: two levels in (0, 1), at least one text"
         )
-    rule = rule or verify.Token()
-    drafter = plugins.load_drafter(drafter) if isinstance(drafter, str) else drafter
-    name, model, params, prompts = _target(target)
-    drafter.check(model)
-    prompts = [prompts[i % len(prompts)] for i in range(-(-sequences // batch) * batch)]
-    program = decode.Program(model, drafter, rule)
-    options = (params, prompts, setting, new_tokens, batch)
-    values, texts = collect(program, *options, seed, progress)
-    _, plain = collect(decode.Program(model, drafters.Nothing()), *options, seed + 1, progress, transform=False)
+    target = load_target(target, dtype="float32") if isinstance(target, str) else target
+    engine = Engine(target, drafter, rule=rule or verify.Token())
+    program = engine.program
+    ids = [target.encode(prompt, raw=True) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+    texts = Texts([ids[i % len(ids)] for i in range(-(-sequences // batch) * batch)], setting, new_tokens, batch)
+    values, found = collect(engine, texts, seed, progress)
+    _, plain = collect(Engine(target), texts, seed + 1, progress, transform=False)
 
-    results = [*transform_tests(values), two_sample_test(texts, plain, prompts, seed)]
-    gate, identities = identity.check_rule(rule)
-    results = [*lab.adjust(results, SHARES), *identities]
-    total = int(np.isfinite(values).sum())
-    uniform = np.full(BINS, 1 / BINS)
+    gate, identities = identity.check_rule(program.rule)
+    results = lab.adjust([*transform_tests(values), two_sample_test(found, plain, texts.prompts, seed)], SHARES)
+    seen, uniform = values[np.isfinite(values)], np.full(BINS, 1 / BINS)
     level = alpha * SHARES["transform"] / sum(r.test == "transform" for r in results)
-    detectable = statistics.detectable(total, uniform, level)
-    rejected = any(result.adjusted <= alpha for result in results)
-    verdict = FAIL if rejected else INCONCLUSIVE if detectable > detect else PASS
-    counts = np.append(np.histogram(values[np.isfinite(values)], BINS, (0, 1))[0], 0)
+    detectable = statistics.detectable(seen.size, uniform, level)
+    counts = np.append(np.histogram(seen, BINS, (0, 1))[0], 0).astype(float)
+    needed = statistics.samples_needed(detect, uniform, level) * len(texts.prompts)
     return Report(
-        verdict=APPROXIMATE if compatibility.is_approximate(rule) else verdict,
-        subject=name,
-        drafter=str(drafter),
-        rule=str(rule),
+        subject=target.name,
+        drafter=str(program.drafter),
+        rule=str(program.rule),
         proven=program.exact,
+        approximate=compatibility.is_approximate(program.rule),
         settings=(str(setting),),
-        samples=len(prompts),
+        samples=len(texts.prompts),
         tokens=new_tokens,
         alpha=alpha,
         detect=detect,
         detectable=detectable,
-        needed=math.ceil(statistics.samples_needed(detect, uniform, level) * len(prompts) / max(total, 1)),
-        results=tuple(results),
+        needed=math.ceil(needed / max(seen.size, 1)),
+        results=(*results, *identities),
         gate=gate,
-        cases=(Case("probability-integral transform", uniform, counts.astype(float), detectable, 0.0),),
+        cases=(Case("probability-integral transform", uniform, counts, detectable, 0.0),),
         seconds=time.perf_counter() - began,
-        method=f"probability-integral transform of {total:,} tokens under the target's own law, against plain decoding",
+        method=f"probability-integral transform of {seen.size:,} tokens under the target's own law, "
+        "against plain decoding",
     )
 
 
-def _target(target: Any) -> tuple[str, Model, Params, list[list[int]]]:
-    if not isinstance(target, str):
-        model, params, prompts = target
-        return type(model).__name__, model, params, [list(prompt) for prompt in prompts]
-    checkpoint = weights.open_checkpoint(target)
-    tokenizer = checkpoint.tokenizer()
-    return target, checkpoint.model, checkpoint.load(jnp.float32), [tokenizer.encode(text) for text in PROMPTS]
-
-
 def collect(
-    program: decode.Program, params: Params, prompts: Sequence[Sequence[int]], setting: Setting, new_tokens: int,
-    batch: int, seed: int, progress: Callable[[str], None] = lambda text: None, transform: bool = True,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    engine: Engine,
+    texts: Texts,
+    seed: int,
+    progress: Callable[[str], None] = lambda text: None,
+    transform: bool = True,
+) -> tuple[np.ndarray, np.ndarray]:
     """Transformed values [sequences, new_tokens] (NaN where no round emitted) and the tokens themselves."""
-    own = program.drafter.params(jax.random.key(0), program.model, params)
-    slots = max(len(prompt) for prompt in prompts) + new_tokens + program.drafter.num_speculative_tokens
-    values: list[np.ndarray] = []
-    texts: list[np.ndarray] = []
+    program, params, own = engine.program, engine.params, engine.drafter_params
+    prompts, batch, new_tokens = texts.prompts, texts.batch, texts.new_tokens
+    capacity = max(map(len, prompts)) + new_tokens + program.drafter.num_speculative_tokens
+    values, found = [np.zeros((0, new_tokens))], []
     for first in range(0, len(prompts), batch):
         rows = prompts[first : first + batch]
-        tokens = np.zeros((batch, slots), np.int32)
-        for row, prompt in enumerate(rows):
-            tokens[row, : len(prompt)] = prompt
-        length = np.array([len(prompt) for prompt in rows], np.int32)
-        batched = Prompts(
-            jnp.asarray(tokens), jnp.asarray(length), jnp.asarray(length + new_tokens),
-            sampling.row_keys(seed, range(first, first + batch)), jnp.full((1,), -1, jnp.int32),
-            sampling.make_sampling(batch, setting.temperature, setting.top_k, setting.top_p, setting.min_p),
+        state = engine.prefill(
+            rows, texts.setting.sampler(len(rows)), max_new_tokens=new_tokens, seed=seed,
+            rows=range(first, first + batch), capacity=capacity,
         )  # fmt: skip
-        state = decode.start(program, params, own, batched, jnp.float32)
-        window = length[:, None] + np.arange(new_tokens)
+        first_new = state.limit - new_tokens
+        window = first_new[:, None] + jnp.arange(new_tokens, dtype=jnp.int32)[None]
         if transform:
-            state, drafted = _watch(program, params, own, state, jnp.asarray(length), new_tokens)
+            state, drafted = _watch(program, params, own, state, first_new, new_tokens)
             noise = jax.random.fold_in(jax.random.key(seed), 1 << 20 | first)
-            seen = _transform(program.model, params, state.tokens, jnp.asarray(window), drafted, state.sampling, noise)
-            values.append(np.asarray(seen, np.float64))
+            seen = _transform(program.model, params, state.tokens, window, drafted, state.sampling, noise)
+            values.append(np.array(seen, np.float64))
             values[-1][:, 0] = np.nan  # emitted by the prompt's own pass
         else:
             state = decode.run(program, params, own, state)
-        texts.append(np.take_along_axis(np.asarray(state.tokens), window, 1))
+        found.append(np.asarray(jnp.take_along_axis(state.tokens, window, 1)))
         progress(f"{program.drafter}: {first + batch} of {len(prompts)} sequences")
-    return np.concatenate(values) if values else np.zeros((0, new_tokens)), np.concatenate(texts)
+    return np.concatenate(values), np.concatenate(found)
 
 
 @functools.partial(jax.jit, static_argnames=("program", "new_tokens"))
@@ -216,26 +215,25 @@ def _transform(
     return jnp.swapaxes(jax.lax.map(one, columns), 0, 1)
 
 
-def transform_tests(values: np.ndarray) -> list[Result]:
+def transform_tests(values: np.ndarray) -> list[TestResult]:
     """Uniformity of all values, and of neighbouring pairs jointly."""
-    flat = values[np.isfinite(values)]
-    counts = np.histogram(flat, BINS, (0, 1))[0].astype(float)
-    results = [Result("transform", "all tokens of rounds", *statistics.g_test(counts, np.full(BINS, 1 / BINS)))]
-    for part, name in ((values[:, 1:5], "tokens 1 to 4"), (values[:, 5:], "later tokens")):
-        some = np.histogram(part[np.isfinite(part)], BINS, (0, 1))[0].astype(float)
-        if some.sum() > 0:
-            results.append(Result("transform", name, *statistics.g_test(some, np.full(BINS, 1 / BINS))))
+    results = []
+    parts = {"all tokens of rounds": values, "tokens 1 to 4": values[:, 1:5], "later tokens": values[:, 5:]}
+    for name, part in parts.items():
+        counts = np.histogram(part[np.isfinite(part)], BINS, (0, 1))[0].astype(float)
+        if counts.sum() > 0 or part is values:
+            results.append(TestResult("transform", name, *statistics.g_test(counts, np.full(BINS, 1 / BINS))))
     left, right = values[:, 1:-1].ravel(), values[:, 2:].ravel()
     both = np.isfinite(left) & np.isfinite(right)
     table = np.histogram2d(left[both], right[both], PAIR_BINS, ((0, 1), (0, 1)))[0]
     expected = table.sum(1, keepdims=True) * table.sum(0, keepdims=True) / max(table.sum(), 1)
     statistic = float(np.sum((table - expected) ** 2 / np.maximum(expected, 1e-9)))
     degrees = (PAIR_BINS - 1) ** 2
-    results.append(Result("dependence", "neighbouring tokens", statistic, degrees, float(chi2.sf(statistic, degrees))))
-    return results
+    p_value = float(chi2.sf(statistic, degrees))
+    return [*results, TestResult("dependence", "neighbouring tokens", statistic, degrees, p_value)]
 
 
-def two_sample_test(one: np.ndarray, other: np.ndarray, prompts: Sequence[Sequence[int]], seed: int) -> Result:
+def two_sample_test(one: np.ndarray, other: np.ndarray, prompts: Sequence[Sequence[int]], seed: int) -> TestResult:
     """Maximum mean discrepancy under the Hamming kernel, prompt by prompt, with permutations inside prompts.
 
     Gao et al. 2024 (Model Equality Testing, arXiv 2410.20247, section 3).
@@ -254,4 +252,4 @@ def two_sample_test(one: np.ndarray, other: np.ndarray, prompts: Sequence[Sequen
         observed += float(sign @ kernel @ sign)
         permuted += ((signs @ kernel) * signs).sum(1)
     p_value = (1 + int(np.sum(permuted >= observed - 1e-12))) / (1 + PERMUTATIONS)
-    return Result("two-sample", "continuations against plain decoding", observed, 0, p_value)
+    return TestResult("two-sample", "continuations against plain decoding", observed, 0, p_value)

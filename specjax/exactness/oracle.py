@@ -48,14 +48,17 @@ class Joint:
         """The law of continuations that end with `end_id` and are filled up with it."""
         steps = []
         for depth, step in enumerate(self.steps):
-            digits = np.unravel_index(np.arange(len(step)), (self.vocab,) * depth) if depth else ()
-            over = np.any([digit == end_id for digit in digits], axis=0) if depth else np.zeros(1, bool)
-            steps.append(np.where(over[:, None], np.arange(self.vocab) == end_id, step))
+            over = [end_id in self.tokens(context, depth) for context in range(len(step))]
+            steps.append(np.where(np.array(over)[:, None], np.arange(self.vocab) == end_id, step))
         return Joint(self.vocab, self.length, tuple(steps))
 
-    def tokens(self, cell: int) -> tuple[int, ...]:
-        """The continuation that a cell stands for."""
-        return tuple(int(i) for i in np.unravel_index(cell, (self.vocab,) * self.length))
+    def seen(self, counts: np.ndarray) -> list[np.ndarray]:
+        """Counts of each token after each prefix, position by position, from those of whole continuations."""
+        return [counts.reshape(len(step), self.vocab, -1).sum(-1) for step in self.steps]
+
+    def tokens(self, prefix: int, length: int) -> tuple[int, ...]:
+        """The tokens of a prefix, from its number."""
+        return tuple(int(i) for i in np.unravel_index(prefix, (self.vocab,) * length)) if length else ()
 
 
 def check_enumerable(vocab: int, length: int) -> None:
@@ -81,19 +84,14 @@ def enumerate_joint(
     check_enumerable(vocab, length)
     prefixes = np.array(list(itertools.product(range(vocab), repeat=length - 1)), np.int32).reshape(-1, length - 1)
     tokens = np.concatenate([np.tile(np.asarray(prompt, np.int32), (len(prefixes), 1)), prefixes], 1)
-    laws = _laws(model, params, jnp.asarray(tokens), sampler, length)[..., :vocab]
-    steps = tuple(laws[:: vocab ** (length - 1 - t), t] for t in range(length))
-    return Joint(vocab, length, steps)
-
-
-def _laws(model: Model, params: Params, tokens: jax.Array, sampler: Sampling, length: int) -> np.ndarray:
     wide = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], tokens.shape[:1]), sampler)
-    laws = np.asarray(_run(model, length, params, tokens, wide), np.float64)
-    return laws / laws.sum(-1, keepdims=True)
+    found = np.asarray(_laws(model, length, params, jnp.asarray(tokens), wide), np.float64)
+    laws = (found / found.sum(-1, keepdims=True))[..., :vocab]
+    return Joint(vocab, length, tuple(laws[:: vocab ** (length - 1 - t), t] for t in range(length)))
 
 
 @functools.partial(jax.jit, static_argnames=("model", "length"))
-def _run(model: Model, length: int, params: Params, tokens: jax.Array, sampler: Sampling) -> jax.Array:
+def _laws(model: Model, length: int, params: Params, tokens: jax.Array, sampler: Sampling) -> jax.Array:
     rows = tokens.shape[0]
     cache = model.init_cache(rows, tokens.shape[1], jnp.float32)
     out = model.forward(params, tokens, cache, jnp.zeros((rows,), jnp.int32))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.exactness.statistics import POWER, Result
+from specjax.exactness.statistics import POWER, TestResult
 
 PASS, FAIL, INCONCLUSIVE, APPROXIMATE = "PASS", "FAIL", "INCONCLUSIVE", "APPROXIMATE"
 
@@ -49,11 +49,11 @@ class Deviation:
 class Report:
     """What `check` found. `str(report)` is the text that a reviewer can quote."""
 
-    verdict: str
     subject: str
     drafter: str
     rule: str
     proven: bool  # whether the rule is on the program's list of exact ones
+    approximate: bool  # whether it is known to change the law
     settings: tuple[str, ...]
     samples: int
     tokens: int
@@ -61,7 +61,7 @@ class Report:
     detect: float
     detectable: float
     needed: int  # sequences that would reach `detect`
-    results: tuple[Result, ...]
+    results: tuple[TestResult, ...]
     gate: dict[str, float] = field(default_factory=dict)
     cases: tuple[Case, ...] = ()
     deviations: tuple[Deviation, ...] = ()
@@ -70,13 +70,21 @@ class Report:
     method: str = "joint law by enumeration"
 
     @property
+    def verdict(self) -> str:
+        """PASS only with the power that was asked for."""
+        if self.approximate:
+            return APPROXIMATE
+        return FAIL if self.killers() else INCONCLUSIVE if self.detectable > self.detect else PASS
+
+    @property
     def passed(self) -> bool:
         """Nothing found, with the power that was asked for."""
         return self.verdict == PASS
 
-    def strongest(self, count: int = 5) -> list[Result]:
-        """The results with the smallest adjusted p-values."""
-        return sorted(self.results, key=lambda result: (result.adjusted, result.p_value))[:count]
+    def strongest(self, test: str = "") -> TestResult:
+        """The result with the smallest p-value, of all or of one test."""
+        some = (result for result in self.results if test in ("", result.test))
+        return min(some, key=lambda result: (result.adjusted, result.p_value))
 
     def killers(self) -> list[str]:
         """Names of the tests that rejected."""
@@ -84,7 +92,7 @@ class Report:
 
     def __str__(self) -> str:
         status = "on the list of exact rules" if self.proven else "not proven to keep the target's law"
-        if self.verdict == APPROXIMATE:
+        if self.approximate:
             status = "approximate: it changes the target's law"
         lines = [
             f"{self.verdict}: drafter {self.drafter}, rule {self.rule} ({status})",
@@ -104,7 +112,7 @@ class Report:
             lines.append("  enumeration not applicable: the rule has a `verify` of its own; samples alone speak for it")
         lines.append("  p-values    smallest of each test, after correction:")
         for test in dict.fromkeys(result.test for result in self.results):
-            best = min((r for r in self.results if r.test == test), key=lambda r: (r.adjusted, r.p_value))
+            best = self.strongest(test)
             mark = "REJECTED" if best.adjusted <= self.alpha else "ok"
             lines.append(f"    {test:<13} {best.adjusted:<9.3g} {mark:<9} {best.where}")
         for divergence in self.divergences:
@@ -121,7 +129,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON types."""
-        return json.loads(json.dumps(dataclasses.asdict(self), default=_plain))
+        fields = {"verdict": self.verdict} | dataclasses.asdict(self)
+        return json.loads(json.dumps(fields, default=lambda value: value.tolist()))
 
     def save(self, path: str | Path) -> tuple[Path, Path]:
         """Write `path` (JSON) and, beside it, the picture (PNG)."""
@@ -131,10 +140,6 @@ class Report:
         picture = path.with_suffix(".png")
         plot(self, picture)
         return path, picture
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value.item()
 
 
 def plot(report: Report, path: Path) -> None:

@@ -28,7 +28,7 @@ MARGIN = 1.03
 
 
 @dataclass(frozen=True)
-class Result:
+class TestResult:
     """One hypothesis tested."""
 
     test: str
@@ -37,6 +37,11 @@ class Result:
     degrees: int
     p_value: float
     adjusted: float = 1.0  # after correction over the whole family
+
+
+def certain(test: str, where: str, statistic: float, holds: bool) -> TestResult:
+    """Of a check without chance: it holds or not, in whatever family."""
+    return TestResult(test, where, statistic, 0, float(holds), float(holds))
 
 
 def pools(expected: np.ndarray, least: float = POOL_BELOW) -> np.ndarray:
@@ -88,32 +93,30 @@ def g_test(counts: np.ndarray, law: np.ndarray, least: float = POOL_BELOW) -> tu
     return statistic, degrees, float(chi2.sf(statistic, degrees))
 
 
-def joint_test(counts: np.ndarray, joint: Joint, where: str) -> Result:
+def joint_test(counts: np.ndarray, joint: Joint, where: str) -> TestResult:
     """All tokens together."""
-    return Result("joint", where, *g_test(counts, joint.cells))
+    return TestResult("joint", where, *g_test(counts, joint.cells))
 
 
-def conditional_tests(counts: np.ndarray, joint: Joint, where: str) -> list[Result]:
+def conditional_tests(counts: np.ndarray, joint: Joint, where: str) -> list[TestResult]:
     """The law of each token given all before it, one test a context that is expected often enough.
 
     Contexts are chosen by the law, so the number of tests is fixed before the data; their p-values are
     corrected by Holm's method with the rest of the family.
     """
     total, results, reach = counts.sum(), [], np.ones(1)
-    for depth in range(min(joint.length, CONDITIONAL_DEPTH + 1)):
-        seen = counts.reshape(-1, joint.vocab, joint.vocab ** (joint.length - depth - 1)).sum(-1)
+    for depth, seen in enumerate(joint.seen(counts)[: CONDITIONAL_DEPTH + 1]):
         for context in np.flatnonzero(reach > 0):
             law = joint.steps[depth][context]
             if reach[context] * total * np.sort(law)[-2] < CONDITIONAL_BELOW:
                 continue
-            tokens = np.unravel_index(context, (joint.vocab,) * depth) if depth else ()
-            place = f"{where}, position {depth} after {tuple(int(t) for t in tokens)}"
-            results.append(Result("conditional", place, *g_test(seen[context], law, CONDITIONAL_BELOW)))
+            place = f"{where}, position {depth} after {joint.tokens(int(context), depth)}"
+            results.append(TestResult("conditional", place, *g_test(seen[context], law, CONDITIONAL_BELOW)))
         reach = (reach[:, None] * joint.steps[depth]).reshape(-1)
     return results
 
 
-def independence_tests(counts: np.ndarray, joint: Joint, where: str) -> list[Result]:
+def independence_tests(counts: np.ndarray, joint: Joint, where: str) -> list[TestResult]:
     """Correlation between positions of what the context does not explain.
 
     Each token is turned into its mid-rank under its own conditional law (tokens ordered by probability),
@@ -135,7 +138,7 @@ def independence_tests(counts: np.ndarray, joint: Joint, where: str) -> list[Res
                 continue
             z = float(np.sum(counts * product)) / math.sqrt(variance * total)
             place = f"{where}, positions {first} and {second}"
-            results.append(Result("independence", place, z, 1, float(2 * norm.sf(abs(z)))))
+            results.append(TestResult("independence", place, z, 1, float(2 * norm.sf(abs(z)))))
     return results
 
 

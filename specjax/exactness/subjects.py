@@ -81,9 +81,7 @@ class TableDrafter(Drafter):
     def propose(self, keys: Keys, params: Params, state: PyTree[Array], target: Target) -> Draft:
         """A chain."""
 
-        def step(
-            context: Int[Array, "B O"], index: Int[Array, ""]
-        ) -> tuple[Int[Array, "B O"], tuple[Int[Array, "B"], Float[Array, "B V"]]]:
+        def step(context: Int[Array, "B O"], index: Int[Array, ""]) -> tuple[Array, tuple[Array, Array]]:
             token, log_q = self.draw(sampling.fold(keys, index), params, target, context)
             return jnp.concatenate([context[:, 1:], token[:, None]], 1), (token, log_q)
 
@@ -109,14 +107,12 @@ def table(vocab: int, order: int, laws: Laws) -> Params:
     values[..., marker] = 0
     for length in range(order):
         for context in itertools.product(range(vocab), repeat=length):
-            values[_index(..., marker, *context, slice(0, vocab))] = laws[context[1:]]
+            behind: Any = (..., marker, *context, slice(vocab))
+            values[behind] = laws[context[1:]]
     for context in itertools.product(range(vocab), repeat=order - 1):
-        values[_index(slice(0, vocab), *context, slice(0, vocab))] = laws[context]
+        later: Any = (slice(vocab), *context, slice(vocab))
+        values[later] = laws[context]
     return table_params(values)
-
-
-def _index(*parts: Any) -> Any:
-    return parts
 
 
 def table_subject(vocab: int, order: int, seed: int) -> Subject:

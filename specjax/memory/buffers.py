@@ -142,10 +142,10 @@ def _biggest(arrays: list[Any]) -> Any:
 
 def _equations(jaxpr: Any, looped: bool) -> Iterator[tuple[Any, bool]]:
     """All equations, with whether they stand inside of a loop."""
-    inner = (core.Jaxpr, core.ClosedJaxpr)
     for equation in jaxpr.eqns:
         yield equation, looped
         within = looped or equation.primitive.name in ("while", "scan")
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda node: isinstance(node, inner)):
-            if isinstance(value, inner):
-                yield from _equations(value.jaxpr if isinstance(value, core.ClosedJaxpr) else value, within)
+        for parameter in equation.params.values():
+            for value in parameter if isinstance(parameter, tuple | list) else (parameter,):  # a `cond` has branches
+                if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
+                    yield from _equations(value.jaxpr if isinstance(value, core.ClosedJaxpr) else value, within)

@@ -5,8 +5,8 @@ trace does not lie on the line (a tree's mask, attention over the text itself). 
 grows with what. Where another trace does not lie on the parabola either, every size is traced by itself, and
 so are small contexts, where a component is the largest of several arrays and changes from one to another.
 
-Is that worth its lines? A trace takes 0.2 to 0.6 s (8B and 70B, on a CPU); `specjax plan` asks for some 1,500
-sizes, a sweep for 300, a largest batch for 24: minutes to a quarter of an hour, against 8 to 27 traces a strategy.
+Is that worth its lines? A trace takes 0.2 to 0.6 s (8B and 70B, on a CPU). `specjax plan` asks for some 1,000 sizes,
+a sweep for 400, a table of `specjax memory` for 160: 1 to 5 minutes, and with this 12 s to 25 s.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from specjax import decode, plugins
 from specjax.drafter import Drafter
+from specjax.language_model import LanguageModel
 from specjax.memory import hardware
 from specjax.memory.account import Account, account
 from specjax.memory.round_trace import Weights
@@ -27,7 +28,7 @@ DRAFTERS = ("ngram", "early-exit", "fp8")
 
 
 def account_for(
-    target: str | Llama,
+    target: LanguageModel | Llama | str,
     drafter: str | Drafter,
     *,
     batch: int,
@@ -36,28 +37,34 @@ def account_for(
     mesh: str = "1",
     data: int = 1,
     window: int = 0,
-    dtype: str = "bfloat16",
+    dtype: str = "",
     cache_dtype: str = "",
 ) -> Account:
-    """What a strategy holds on one device of a mesh, from shapes.
+    """What a strategy holds on one device of a mesh beside plain decoding, from shapes: no weights are read.
 
     Args:
-      target: a model, or the name of a preset, or the path of a `config.json`: no weights are needed.
+      target: a loaded target, a model, the name of a preset, or the path of a `config.json`.
       drafter: a drafter, or its text as `--drafter` takes it (`ngram`, `external:llama-3.1-8b`).
       context: cache slots a row.
       device: a name of `specjax.memory.hardware.DEVICES`, or `this`; by default this process's backend, unmeasured.
       mesh: chips, as `8` or `2x2x2`; `data`: copies of the model in it, each for a part of the rows.
       window: drafted tokens a round, for a drafter given as text; 0 is its own.
-      dtype: of the weights, or `float8_e4m3fn`; `cache_dtype`: of the caches, by default the same.
+      dtype: of the weights, or `float8_e4m3fn`; by default a loaded target's own, else bfloat16. `cache_dtype`: of
+        the caches, by default the same.
 
     Raises:
-      ValueError: a name, size or mesh that makes no sense, with the rule.
+      ValueError: a name, size or mesh that makes no sense, with the rule; a drafter that can't serve the target.
     """
+    built = build(drafter, window) if isinstance(drafter, str) else drafter
+    if isinstance(target, LanguageModel):
+        target.check(built)
+        own, target = target.dtype, target.llama
+        dtype = dtype or (FP8 if target.config.quantized else own)
+    dtype = dtype or "bfloat16"
     config = preset(target) if isinstance(target, str) else target.config
     found, layout = hardware.place(device, mesh, data, config, batch) if device else (None, Layout())
     platform = found.platform if found else jax.default_backend()
     model = _on(platform, config, dtype)
-    built = build(drafter, window) if isinstance(drafter, str) else drafter
     sizes: dict[str, Any] = {"batch": batch, "capacity": context, "cache_dtype": cache_dtype or _base(dtype)}
     return account(*_shapes(model, built, dtype), **sizes, layout=layout, backend=platform, device=found)
 

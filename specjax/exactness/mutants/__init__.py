@@ -4,5 +4,6 @@ Nothing here is for use. Each mutant goes through the production round with one 
 """
 
 from specjax.exactness.mutants.panel import BLOCK_MUTANTS, CONTROLS, VERIFY_MUTANTS, Mutant, Panel
+from specjax.exactness.mutants.rules import FAULTS
 
-__all__ = ["BLOCK_MUTANTS", "CONTROLS", "VERIFY_MUTANTS", "Mutant", "Panel"]
+__all__ = ["BLOCK_MUTANTS", "CONTROLS", "FAULTS", "VERIFY_MUTANTS", "Mutant", "Panel"]

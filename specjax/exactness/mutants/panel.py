@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -10,9 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from specjax import verify
-from specjax.exactness.mutants.blocks import BlockTokenResidual, BlockWithBreak, Hierarchical, LastRatioUncapped
-from specjax.exactness.mutants.rules import FAULTY_RULES
-from specjax.exactness.mutants.verifiers import FAULTY_VERIFIERS
+from specjax.exactness.mutants.blocks import Hierarchical
+from specjax.exactness.mutants.rules import FAULTS
 from specjax.types import Cache, Draft, Keys, Verdict
 
 
@@ -25,10 +23,6 @@ class Mutant:
     rule: verify.Rule
 
 
-def _named(rules: Sequence[verify.Rule]) -> list[Mutant]:
-    return [Mutant(type(rule).__name__, (rule.__doc__ or "").strip().partition("\n")[0], rule) for rule in rules]
-
-
 CONTROLS = [
     Mutant("token", "the production rule", verify.Token()),
     Mutant("match", "sample from the target, accept while equal", verify.Match()),
@@ -37,8 +31,8 @@ CONTROLS = [
 ]
 """Right, though some are unusual: they must pass."""
 
-BLOCK_MUTANTS = _named([BlockWithBreak(), BlockTokenResidual(), LastRatioUncapped()])
-VERIFY_MUTANTS = [*_named(FAULTY_RULES), *_named(FAULTY_VERIFIERS), *BLOCK_MUTANTS]
+VERIFY_MUTANTS = [Mutant(name, *what) for name, what in FAULTS.items()]
+BLOCK_MUTANTS = VERIFY_MUTANTS[-3:]
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode
-from specjax.exactness import gate, identity, lab, sampler
-from specjax.exactness.mutants.drafters import FAULTY_DRAFTERS, Liars, StaleTable, bonus_counted, late_end
+from specjax.exactness import gate, identity, lab
+from specjax.exactness.experiment import SETTINGS, Experiment, Setting, make_cases
+from specjax.exactness.mutants.drafters import LIARS, Liars, StaleTable, bonus_counted, late_end
 from specjax.exactness.mutants.panel import CONTROLS, VERIFY_MUTANTS, Mutant, Panel
-from specjax.exactness.oracle import Joint
-from specjax.exactness.sampler import Setting, Tally
-from specjax.exactness.statistics import EProcess, Result
+from specjax.exactness.statistics import TestResult
 from specjax.exactness.subjects import Subject, TableDrafter, instances
-from specjax.types import Model
 
 SAMPLES = 1 << 17
 """Sequences a mutant: an eighth of what `check` takes (a fault that this kills, more would kill)."""
@@ -58,120 +54,80 @@ def chosen() -> Pairs:
 
 def panel(
     mutants: Sequence[Mutant] = tuple(CONTROLS + VERIFY_MUTANTS), *, pairs: Pairs | None = None,
-    settings: Sequence[Setting] = lab.SETTINGS, samples: int = SAMPLES, seed: int = 0, with_gate: bool = True,
+    settings: Sequence[Setting] = SETTINGS, samples: int = SAMPLES, seed: int = 0, with_gate: bool = True,
     progress: Progress = lambda text: None,
 ) -> list[Row]:  # fmt: skip
     """Test every mutant of the verification with `samples` sequences each, at the level of `check` each."""
-    shares, pairs = [], pairs or chosen()
+    pairs, found = pairs or chosen(), []
     for subject, drafter in pairs:
         program = decode.Program(subject.model, drafter, Panel(tuple(mutants)))
-        shares.append(_Share(program, subject, settings, len(mutants), samples // len(pairs), seed, progress))
+        experiment = Experiment(program, subject, settings)
+        found.append(_gather(experiment, len(mutants), samples // len(pairs), seed, progress))
     rows = []
-    for number, mutant in enumerate(mutants):
-        results = [result for share in shares for result in share.results(number)]
+    for part, mutant in enumerate(mutants):
+        results = [result for evidence in found for result in evidence.results(part)]
         if not gate.applies(mutant.rule):  # the closed form of its accepted counts is not its own
             results = [result for result in results if result.test != "efficiency"]
         results = lab.adjust(results)
         if with_gate:
             results += identity.check_rule(mutant.rule)[1]
-        rows.append(_row(mutant.name, mutant.fault, results, shares, number))
+        rows.append(_row(mutant.name, mutant.fault, results, found, part))
     return rows
 
 
 def liars(
-    *, pairs: Pairs | None = None, settings: Sequence[Setting] = lab.SETTINGS, samples: int = SAMPLES, seed: int = 0,
+    *, pairs: Pairs | None = None, settings: Sequence[Setting] = SETTINGS, samples: int = SAMPLES, seed: int = 0,
     progress: Progress = lambda text: None,
 ) -> list[Row]:  # fmt: skip
     """Test every drafter that reports another law than it draws from."""
-    shares, pairs = [], pairs or chosen()
+    pairs, found = pairs or chosen(), []
     for subject, right in pairs:
-        drafter = Liars(right.num_speculative_tokens, right.order, right.seed)
-        program = decode.Program(subject.model, drafter)
-        count = samples // len(pairs)
-        shares.append(_Share(program, subject, settings, len(FAULTY_DRAFTERS), count, seed, progress))
-    rows = []
-    for number, (name, kind) in enumerate(FAULTY_DRAFTERS.items()):
-        results = lab.adjust([result for share in shares for result in share.results(number)])
-        results += [r for share in shares for r in identity.replay_results(share.tally, share.cases_of(number))]
-        rows.append(_row(name, kind.__doc__ or "", results, shares, number))
-    return rows
+        program = decode.Program(subject.model, Liars(right.num_speculative_tokens, right.order, right.seed))
+        experiment = Experiment(program, subject, settings)
+        found.append(_gather(experiment, len(LIARS), samples // len(pairs), seed, progress))
+    return [_row_with_replay(liar.name, liar.fault, found, part) for part, liar in enumerate(LIARS)]
 
 
 def others(
-    *, settings: Sequence[Setting] = lab.SETTINGS, samples: int = SAMPLES, seed: int = 0,
+    *, settings: Sequence[Setting] = SETTINGS, samples: int = SAMPLES, seed: int = 0,
     names: Sequence[str] | None = None, progress: Progress = lambda text: None,
 ) -> list[Row]:  # fmt: skip
     """Test the cache and the loops that are wrong, one program each, on the first instance."""
     subject, right = chosen()[0]
-    stale = StaleTable(subject.model.vocab_size, right.order)
-    faults: list[tuple[str, str, Model, sampler.Loop, int]] = [
-        ("StaleCache", "the cache keeps rejected drafts", stale, decode.run, -1),
-        ("late_end", late_end.__doc__ or "", subject.model, late_end, 0),
-        ("bonus_counted", bonus_counted.__doc__ or "", subject.model, bonus_counted, -1),
+    program = decode.Program(subject.model, right)
+    stale = decode.Program(StaleTable(subject.model.vocab_size, right.order), right)
+    faults = {
+        "StaleCache": ("the cache keeps rejected drafts", Experiment(stale, subject, settings)),
+        "late_end": (late_end.__doc__, Experiment(program, subject, settings, loop=late_end, end_id=0)),
+        "bonus_counted": (bonus_counted.__doc__, Experiment(program, subject, settings, loop=bonus_counted)),
+    }
+    return [
+        _row_with_replay(name, fault or "", [_gather(experiment, 1, samples, seed, progress)], 0)
+        for name, (fault, experiment) in faults.items()
+        if names is None or name in names
     ]
-    rows = []
-    for name, fault, model, loop, end_id in faults:
-        if names is None or name in names:
-            program = decode.Program(model, right)
-            share = _Share(program, subject, settings, 1, samples, seed, progress, loop, end_id)
-            results = [*lab.adjust(share.results(0)), *identity.replay_results(share.tally)]
-            rows.append(_row(name, fault, results, [share], 0))
-    return rows
 
 
-class _Share:
+def _gather(experiment: Experiment, mutants: int, samples: int, seed: int, progress: Progress) -> lab.Evidence:
     """Samples of one program whose rows belong to `mutants` mutants, a block each."""
-
-    def __init__(
-        self, program: decode.Program, subject: Subject, settings: Sequence[Setting], mutants: int, samples: int,
-        seed: int, progress: Progress, loop: sampler.Loop = decode.run, end_id: int = -1,
-    ):  # fmt: skip
-        length = lab.Experiment(program, subject).length
-        self.name, self.settings = subject.name, settings
-        self.joints = lab.joint_laws(subject, settings, length, end_id)
-        self.bets = [EProcess(np.append(joint.cells, 0.0)) for joint in self.joints * mutants]
-        params = program.drafter.params(jax.random.key(0), subject.model, subject.params)
-        batches = sampler.sample(
-            program, subject, params, settings, new_tokens=length, samples=samples * mutants, seed=seed, loop=loop,
-            end_id=end_id, cases=_deal(sampler.make_cases(subject, settings, length, ROWS), mutants),
-        )  # fmt: skip
-        for tally in batches:
-            for bet, counts in zip(self.bets, tally.cells, strict=True):
-                bet.update(counts)
-            progress(f"{subject.name}: {int(tally.cells.sum()):,} sequences")
-        self.tally: Tally = tally
-
-    def cases_of(self, number: int) -> slice:
-        """Rows of the tally that belong to one mutant."""
-        return slice(number * len(self.settings), (number + 1) * len(self.settings))
-
-    def results(self, number: int) -> list[Result]:
-        """Every test of one mutant, not yet corrected."""
-        found = []
-        for offset, setting in enumerate(self.settings):
-            index = number * len(self.settings) + offset
-            where = f"{self.name}, {setting}"
-            found += lab.case_results(where, self.tally, index, self.joints[offset], self.bets[index])
-        return found
+    cases = make_cases(experiment, ROWS).times(mutants)
+    return lab.gather(experiment, samples * mutants, seed, progress, cases=cases)
 
 
-def _deal(cases: sampler.Cases, mutants: int) -> sampler.Cases:
-    """The same rows for each mutant."""
-    count = cases.count * mutants
-    tokens, length, sampling = jax.tree.map(
-        lambda leaf: jnp.concatenate([leaf] * mutants), (cases.tokens, cases.length, cases.sampler)
-    )
-    case = np.concatenate([cases.case + number * cases.count for number in range(mutants)])
-    return sampler.Cases(np.asarray(tokens), np.asarray(length), case.astype(np.int32), sampling, count)
+def _row_with_replay(name: str, fault: str, found: Sequence[lab.Evidence], part: int) -> Row:
+    results = lab.adjust([result for evidence in found for result in evidence.results(part)])
+    results += [r for e in found for r in identity.replay_results(e.tally, e.cases_of(part))]
+    return _row(name, fault, results, found, part)
 
 
-def _row(name: str, fault: str, results: Sequence[Result], shares: Sequence[_Share], number: int) -> Row:
+def _row(name: str, fault: str, results: Sequence[TestResult], found: Sequence[lab.Evidence], part: int) -> Row:
     distances, samples = [], 0
-    for share in shares:
-        for counts, joint in zip(share.tally.cells[share.cases_of(number)], share.joints, strict=True):
-            distances.append(_distance(counts, joint))
+    for evidence in found:
+        cells = evidence.tally.cells[evidence.cases_of(part)]
+        for counts, joint in zip(cells, evidence.experiment.joints, strict=True):
+            distances.append(0.5 * float(np.abs(counts / counts.sum() - np.append(joint.cells, 0.0)).sum()))
             samples += int(counts.sum())
-    histogram = shares[0].tally.accepted[number * len(shares[0].settings)]
+    histogram = found[0].tally.accepted[found[0].cases_of(part)][0]
     chance, values = histogram / histogram.sum(), np.arange(len(histogram))
     mean = float(chance @ values)
     error = float(np.sqrt((chance @ (values - mean) ** 2) / histogram.sum()))
@@ -179,7 +135,3 @@ def _row(name: str, fault: str, results: Sequence[Result], shares: Sequence[_Sha
     for result in results:
         smallest[result.test] = min(result.adjusted, smallest.get(result.test, 1.0))
     return Row(name, fault, smallest, max(distances), mean, error, samples)
-
-
-def _distance(counts: np.ndarray, joint: Joint) -> float:
-    return 0.5 * float(np.abs(counts / counts.sum() - np.append(joint.cells, 0.0)).sum())

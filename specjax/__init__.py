@@ -7,12 +7,13 @@ out = specjax.Engine(target, drafter).generate(["Why is the sky blue?"], max_new
 Names are imported when they are first used: `import specjax` waits for nothing.
 """
 
+# ruff: noqa: F401 (what `__all__` names is computed below)
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for editors and type checkers: the same names as in `_MODULES`
     from specjax import testing
     from specjax.drafter import Drafter, Nothing
     from specjax.engine import Engine, Generation, Generations
@@ -26,28 +27,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Comparison",
-    "Draft",
-    "Drafter",
-    "Engine",
-    "Generation",
-    "Generations",
-    "LanguageModel",
-    "Nothing",
-    "Target",
-    "__version__",
-    "account",
-    "assert_exact",
-    "compare",
-    "load_drafter",
-    "load_rule",
-    "load_target",
-    "make_sampling",
-    "summarize",
-    "testing",
-]
-
 _MODULES = {
     "specjax.drafter": ("Drafter", "Nothing"),
     "specjax.engine": ("Engine", "Generation", "Generations"),
@@ -59,6 +38,8 @@ _MODULES = {
     "specjax.types": ("Draft", "Target"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = sorted([*_MODULE_OF, "__version__", "testing"])
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ from specjax import decode, plugins, sampling, verify
 from specjax.drafter import Drafter
 from specjax.generation import Generation, Generations, NotFiniteError
 from specjax.language_model import MAX_END_IDS, LanguageModel, load_target
-from specjax.types import Counts, Model, Params, Prompts, Sampling
+from specjax.types import Counts, Model, Params, Prompts
 
 __all__ = [
     "MAX_END_IDS", "Engine", "Generation", "Generations", "LanguageModel", "NotFiniteError", "capacity_for",
@@ -97,25 +97,9 @@ class Engine:
         """
         ids = self.encode(prompts, system)
         sampler = sampling.make_sampling(len(ids), temperature, top_k, top_p, min_p)
-        ends = self.target.end_ids if end_ids is None else end_ids
-        return self.prefill(
-            ids, sampler, max_new_tokens=max_new_tokens, seed=seed, rows=rows, end_ids=ends, capacity=capacity
-        )
-
-    def prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampler: Sampling,
-        *,
-        max_new_tokens: int,
-        seed: int,
-        rows: Sequence[int] | None = None,
-        end_ids: Sequence[int] = (),
-        capacity: int | None = None,
-    ) -> decode.State:
-        """`start` for those who have token ids and a `Sampling` already."""
+        end_ids = self.target.end_ids if end_ids is None else end_ids
         model, window = self.program.model, self.program.drafter.num_speculative_tokens
-        longest = _check(prompts, max_new_tokens, end_ids, model)
+        longest = _check(ids, max_new_tokens, end_ids, model)
         capacity = capacity or min(capacity_for(longest), model.context_length)
         if longest > capacity:
             raise ValueError(
@@ -124,17 +108,17 @@ class Engine:
             )
         if window >= capacity:
             raise ValueError(f"num_speculative_tokens={window}: the window does not fit into {capacity} cache slots")
-        tokens = np.zeros((len(prompts), capacity), np.int32)
-        for row, prompt in enumerate(prompts):
+        tokens = np.zeros((len(ids), capacity), np.int32)
+        for row, prompt in enumerate(ids):
             tokens[row, : len(prompt)] = prompt
-        length = np.asarray([len(prompt) for prompt in prompts], np.int32)
+        length = np.asarray([len(prompt) for prompt in ids], np.int32)
         ends = np.full((MAX_END_IDS,), -1, np.int32)
         ends[: len(end_ids)] = list(end_ids)
         batch = Prompts(
             tokens=jnp.asarray(tokens),
             length=jnp.asarray(length),
             limit=jnp.asarray(length + np.int32(max_new_tokens)),
-            keys=sampling.row_keys(seed, range(len(prompts)) if rows is None else rows),
+            keys=sampling.row_keys(seed, range(len(ids)) if rows is None else rows),
             end_ids=jnp.asarray(ends),
             sampling=sampler,
         )
@@ -232,10 +216,7 @@ class Engine:
 
 def capacity_for(tokens: int) -> int:
     """Cache slots for a row of `tokens`: a power of two, so that few shapes are compiled."""
-    capacity = SMALLEST_CAPACITY
-    while capacity < tokens:
-        capacity *= 2
-    return capacity
+    return max(SMALLEST_CAPACITY, 1 << (tokens - 1).bit_length())
 
 
 def _check(prompts: Sequence[Sequence[int]], max_new_tokens: int, end_ids: Sequence[int], model: Model) -> int:

@@ -25,24 +25,18 @@ class Hierarchical(Block):
 
 @dataclass(frozen=True)
 class BlockWithBreak(Block):
-    """Block verification that stops at the first failure."""
-
     def longest(self, success: Array) -> Array:
         return jnp.cumprod(success, -1).sum(-1, dtype=jnp.int32)
 
 
 @dataclass(frozen=True)
 class BlockTokenResidual(Block):
-    """Block verification that redraws from max(p - q, 0)."""
-
     def residual(self, weight: Array, p: Array, q: Array) -> Array:
         return normalise(jnp.maximum(p - q, 0), p)
 
 
 @dataclass(frozen=True)
 class LastRatioUncapped(Block):
-    """Hierarchical verification with the joint ratio of the last draft left uncapped."""
-
     def last(self, weight: Array, p: Array, q: Array) -> Array:
         before = jnp.cumprod(p / q, -1)[:, :-1]
         return jnp.pad(before, ((0, 0), (1, 0)), constant_values=1) * p

@@ -58,11 +58,9 @@ def panel(
     progress: Progress = lambda text: None,
 ) -> list[Row]:  # fmt: skip
     """Test every mutant of the verification with `samples` sequences each, at the level of `check` each."""
-    pairs, found = pairs or chosen(), []
-    for subject, drafter in pairs:
-        program = decode.Program(subject.model, drafter, Panel(tuple(mutants)))
-        experiment = Experiment(program, subject, settings)
-        found.append(_gather(experiment, len(mutants), samples // len(pairs), seed, progress))
+    rule = Panel(tuple(mutants))
+    experiments = [Experiment(decode.Program(s.model, d, rule), s, settings) for s, d in pairs or chosen()]
+    found = _gather(experiments, len(mutants), samples, seed, progress)
     rows = []
     for part, mutant in enumerate(mutants):
         results = [result for evidence in found for result in evidence.results(part)]
@@ -80,11 +78,11 @@ def liars(
     progress: Progress = lambda text: None,
 ) -> list[Row]:  # fmt: skip
     """Test every drafter that reports another law than it draws from."""
-    pairs, found = pairs or chosen(), []
-    for subject, right in pairs:
-        program = decode.Program(subject.model, Liars(right.num_speculative_tokens, right.order, right.seed))
-        experiment = Experiment(program, subject, settings)
-        found.append(_gather(experiment, len(LIARS), samples // len(pairs), seed, progress))
+    experiments = [
+        Experiment(decode.Program(s.model, Liars(d.num_speculative_tokens, d.order, d.seed)), s, settings)
+        for s, d in pairs or chosen()
+    ]
+    found = _gather(experiments, len(LIARS), samples, seed, progress)
     return [_row_with_replay(liar.name, liar.fault, found, part) for part, liar in enumerate(LIARS)]
 
 
@@ -102,16 +100,18 @@ def others(
         "bonus_counted": (bonus_counted.__doc__, Experiment(program, subject, settings, loop=bonus_counted)),
     }
     return [
-        _row_with_replay(name, fault or "", [_gather(experiment, 1, samples, seed, progress)], 0)
+        _row_with_replay(name, fault or "", _gather([experiment], 1, samples, seed, progress), 0)
         for name, (fault, experiment) in faults.items()
         if names is None or name in names
     ]
 
 
-def _gather(experiment: Experiment, mutants: int, samples: int, seed: int, progress: Progress) -> lab.Evidence:
-    """Samples of one program whose rows belong to `mutants` mutants, a block each."""
-    cases = make_cases(experiment, ROWS).times(mutants)
-    return lab.gather(experiment, samples * mutants, seed, progress, cases=cases)
+def _gather(
+    experiments: Sequence[Experiment], mutants: int, samples: int, seed: int, progress: Progress
+) -> list[lab.Evidence]:
+    """Of programs whose rows belong to `mutants` mutants, a block each; `samples` of a mutant in all."""
+    share = samples // len(experiments) * mutants
+    return [lab.gather(e, share, seed, progress, cases=make_cases(e, ROWS).times(mutants)) for e in experiments]
 
 
 def _row_with_replay(name: str, fault: str, found: Sequence[lab.Evidence], part: int) -> Row:

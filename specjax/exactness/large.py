@@ -129,14 +129,14 @@ def collect(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Transformed values [sequences, new_tokens] (NaN where no round emitted) and the tokens themselves."""
     program, params, own = engine.program, engine.params, engine.drafter_params
-    prompts, batch, new_tokens = texts.prompts, texts.batch, texts.new_tokens
+    prompts, batch, new_tokens, setting = texts.prompts, texts.batch, texts.new_tokens, texts.setting
     capacity = max(map(len, prompts)) + new_tokens + program.drafter.num_speculative_tokens
     values, found = [np.zeros((0, new_tokens))], []
     for first in range(0, len(prompts), batch):
         rows = prompts[first : first + batch]
-        state = engine.prefill(
-            rows, texts.setting.sampler(len(rows)), max_new_tokens=new_tokens, seed=seed,
-            rows=range(first, first + batch), capacity=capacity,
+        state = engine.start(
+            rows, max_new_tokens=new_tokens, seed=seed, rows=range(first, first + batch), end_ids=(), capacity=capacity,
+            temperature=setting.temperature, top_k=setting.top_k, top_p=setting.top_p, min_p=setting.min_p,
         )  # fmt: skip
         first_new = state.limit - new_tokens
         window = first_new[:, None] + jnp.arange(new_tokens, dtype=jnp.int32)[None]

@@ -201,7 +201,7 @@ def stops(rule, target, draft, length):
         for pattern in itertools.product((False, True), repeat=length):
             wanted = np.broadcast_to(pattern, paths.shape)
             run = lambda u: jax.device_get(decide(jnp.asarray(u)))  # noqa: E731
-            chance, (_, accepted, law), _ = gate._patterns(run, wanted, gate.BISECTIONS["float64"], "float64")
+            chance, (_, accepted, law), _ = gate._patterns(run, wanted, "float64")
             found.append((chance, accepted, law))
     probability = np.zeros((length + 1, len(paths)))
     laws = np.zeros((length + 1, len(paths), len(target[()])))

@@ -32,6 +32,7 @@ from specjax.exactness.statistics import TestResult
 from specjax.language_model import LanguageModel, load_target
 from specjax.types import Model, Params, Sampling
 
+Progress = Callable[[str], None]
 SETTING = Setting(0.8, top_p=0.95)
 SEQUENCES, NEW_TOKENS, BATCH, BINS, PAIR_BINS, PERMUTATIONS = 48, 24, 16, 16, 5, 9999
 DETECT = 0.125
@@ -66,7 +67,7 @@ def check_large(
     alpha: float = lab.ALPHA,
     detect: float = DETECT,
     seed: int = 0,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Progress = lambda text: None,
 ) -> Report:
     """Test a drafter and a rule on a target of any vocabulary.
 
@@ -80,9 +81,8 @@ def check_large(
     """
     began = time.perf_counter()
     if not 0 < alpha < 1 or not 0 < detect < 1 or sequences < 1:
-        raise ValueError(
-            f"alpha={alpha}, detect={detect}, sequences={sequences}: two levels in (0, 1), at least one text"
-        )
+        given = f"alpha={alpha}, detect={detect}, sequences={sequences}"
+        raise ValueError(f"{given}: two levels in (0, 1), at least one text")
     target = load_target(target, dtype="float32") if isinstance(target, str) else target
     engine = Engine(target, drafter, rule=rule or verify.Token())
     program = engine.program
@@ -121,11 +121,7 @@ def check_large(
 
 
 def collect(
-    engine: Engine,
-    texts: Texts,
-    seed: int,
-    progress: Callable[[str], None] = lambda text: None,
-    transform: bool = True,
+    engine: Engine, texts: Texts, seed: int, progress: Progress = lambda text: None, transform: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
     """Transformed values [sequences, new_tokens] (NaN where no round emitted) and the tokens themselves."""
     program, params, own = engine.program, engine.params, engine.drafter_params

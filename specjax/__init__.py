@@ -39,7 +39,7 @@ _MODULES = {
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = sorted([*_MODULE_OF, "__version__", "testing"])
+__all__ = sorted([*_MODULE_OF, "__version__", "account", "testing"])
 
 
 def __getattr__(name: str) -> Any:

@@ -104,9 +104,9 @@ class Broken(Wrapper):
         if self.fault == "reads a token ahead":
             ahead = jnp.take_along_axis(target.tokens, target.length[:, None] + jnp.arange(2)[None], 1)
             return Draft(ahead, None, target.cache, state)
-        if self.fault == "looks at its neighbours":
-            return Draft(jnp.broadcast_to(target.tokens[:1, :1], (3, 2)), None, target.cache, state)
         draft = super().propose(keys, params, state, target)
+        if self.fault == "looks at its neighbours":
+            return dataclasses.replace(draft, tokens=jnp.broadcast_to(target.tokens[:1, :1], (3, 2)), log_q=None)
         if self.fault == "writes a committed slot":
             layers = jax.tree.map(lambda leaf: leaf.at[:, :, 0].set(0), draft.cache)
             return dataclasses.replace(draft, cache=layers)

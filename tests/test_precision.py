@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import subjects
+from specjax.drafters.fp8 import lay_over
 
 from specjax import LanguageModel, plugins, testing, weights
 from specjax.drafter import Nothing
@@ -49,7 +50,7 @@ def test_a_quantised_target_keeps_its_own_text_and_accepts_itself(tiny):
     model, params = tiny
     fp8 = plugins.load_drafter("fp8", {"num_speculative_tokens": "2"})
     own = fp8.params(jax.random.key(0), model, params)
-    quantised, whole = fp8.model(model), subjects.lay_over(params, own)
+    quantised, whole = fp8.model(model), lay_over(params, own)
     plain, _ = texts(quantised, whole, Nothing())
     assert texts(quantised, whole, plugins.load_drafter("ngram"))[0] == plain
     found, counts = texts(quantised, whole, fp8)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from specjax import cache as kv
 from specjax.drafter import Drafter, Wrapper, chain_log_probs, draft_chain, read_prompt
+from specjax.testing.differences import fill_garbage
 from specjax.types import Draft, Keys, Model, Params, Seen, Target, Text
 
 
@@ -100,8 +101,7 @@ class Poison(Wrapper):
 
     def propose(self, keys: Keys, params: Params, state: PyTree[Array], target: Target) -> Draft:
         """The inner drafter's proposal, given garbage beyond the committed text."""
-        stale = kv.scratch(target.cache, target.length - 1)
-        cache = jax.tree.map(lambda leaf, bad: jnp.where(bad, jnp.asarray(1e4, leaf.dtype), leaf), target.cache, stale)
+        cache = fill_garbage(target.cache, kv.scratch(target.cache, target.length - 1))
         slot = jnp.arange(target.tokens.shape[1], dtype=jnp.int32)[None]
         tokens = jnp.where(slot < target.length[:, None], target.tokens, 7)
         return self.inner.propose(keys, params, state, dataclasses.replace(target, cache=cache, tokens=tokens))

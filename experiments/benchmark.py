@@ -21,7 +21,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,24 +32,6 @@ from specjax import Engine, LanguageModel, decode, load_target
 from specjax.evaluate import prompts
 
 COPY_OVERLAP = 0.6
-
-
-def seconds(action: Callable[[], Any]) -> float:
-    """Wall time of `action`, its results awaited."""
-    before = time.perf_counter()
-    jax.block_until_ready(action())
-    return time.perf_counter() - before
-
-
-def in_turn(actions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median seconds of each action, taken in turn after one warm-up each."""
-    for action in actions.values():
-        jax.block_until_ready(action())
-    times: dict[str, list[float]] = {name: [] for name in actions}
-    for _ in range(repeats):
-        for name, action in actions.items():
-            times[name].append(seconds(action))
-    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 class Loop:

@@ -1,10 +1,21 @@
 """Strict numerics, checked annotations, and the small subjects that tests share."""
 
+import atexit
 import os
+import shutil
+import tempfile
 import warnings
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # a program that two workers or commands need is compiled once
+    folder = tempfile.mkdtemp(prefix="specjax-compiled-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ |= {
+        "JAX_COMPILATION_CACHE_DIR": folder,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
 
 import jaxtyping
 from beartype.roar import BeartypeDecorHintPep585DeprecationWarning

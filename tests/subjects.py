@@ -152,9 +152,11 @@ def drafters(k):
 
 NAMES = ("ngram", "early-exit", "external", "fp8-shared", "fp8-own")
 
-# The same Python functions as in `decode`, compiled without LLVM's optimisations: twice as fast to compile, and these
-# tests need many programs. tests/test_contract.py runs the programs as shipped.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# The same Python functions as in `decode`, compiled without LLVM's optimisations and XLA's newer fusions: a third of
+# the time, and these tests need many programs. tests/test_contract.py runs the programs as shipped.
+QUICK = {
+    "xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True, "xla_cpu_use_fusion_emitters": False
+}  # fmt: skip
 
 
 def parameters(function):

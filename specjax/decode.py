@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax import cache as kv
 from specjax import sampling, verify
 from specjax.drafter import Drafter
-from specjax.state import State, append, commit, lay_out
+from specjax.state import State, append, check_draft, check_kept, commit, lay_out
 from specjax.types import Cache, Counts, Draft, Model, Params, Prompts, Seen, Target, Verified
 
 PREFILL_CHUNK = 64
@@ -134,7 +134,7 @@ def observe_chunk(
 ) -> State:
     """Let the drafter see a chunk of the prompts."""
     seen = Seen(view(program, params, state), *_chunk(prompts, first), hidden)
-    return replace(state, drafter=program.drafter.observe(drafter_params, state.drafter, seen))
+    return _observe(program, drafter_params, state, seen)
 
 
 def _chunk(prompts: Prompts, first: Int[Array, ""]) -> tuple[Int[Array, "B S"], Int[Array, "B"], Int[Array, "B"]]:
@@ -176,9 +176,21 @@ def decode_round(program: Program, params: Params, drafter_params: Params, state
 
 
 def propose(program: Program, params: Params, drafter_params: Params, state: State) -> Draft:
-    """The first half of a round: what the drafter proposes, for finished rows too (it is ignored)."""
+    """The first half of a round: what the drafter proposes, for finished rows too (it is ignored).
+
+    Raises:
+      DraftError: when traced, a draft of another form than `specjax.types.Draft` says.
+    """
     keys = sampling.fold(sampling.fold(state.keys, state.round), sampling.DRAFT)
-    return program.drafter.propose(keys, drafter_params, state.drafter, view(program, params, state))
+    draft = program.drafter.propose(keys, drafter_params, state.drafter, view(program, params, state))
+    check_draft(type(program.drafter).__name__, draft, state, program.model.vocab_size)
+    return draft
+
+
+def _observe(program: Program, drafter_params: Params, state: State, seen: Seen) -> State:
+    kept = program.drafter.observe(drafter_params, state.drafter, seen)
+    check_kept(type(program.drafter).__name__, "its state", "observe", state.drafter, kept)
+    return replace(state, drafter=kept)
 
 
 def verify_and_commit(program: Program, params: Params, drafter_params: Params, state: State, draft: Draft) -> State:
@@ -206,7 +218,7 @@ def verify_and_commit(program: Program, params: Params, drafter_params: Params, 
         hidden=tuple(jnp.take_along_axis(tap, read[..., None], 1) for tap in out.taps),
         verified=Verified(replace(draft, cache=cache, state=()), verdict, log_p),
     )
-    return replace(after, drafter=program.drafter.observe(drafter_params, after.drafter, seen))
+    return _observe(program, drafter_params, after, seen)
 
 
 @functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("state",))

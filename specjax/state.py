@@ -1,9 +1,14 @@
-"""What a batch carries from round to round, the window that a round adds to it, and the commit of what was accepted."""
+"""What a batch carries from round to round, the window that a round adds to it, and the commit of what was accepted.
+
+What a drafter hands back is held to its shapes while it is traced: a broadcast or a clamped index would be a bias that
+no error shows.
+"""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +47,60 @@ class Window:
     mask: Bool[Array, "B S S"] | None
     live: Bool[Array, "B N"]  # nodes that may be accepted
     cut: Bool[Array, "B"]  # rows whose draft the budget shortened
+
+
+class DraftError(ValueError):
+    """What a drafter handed back does not fit; the message names the drafter, the field, and what is expected."""
+
+
+def check_draft(name: str, draft: Any, state: State, vocab_size: int) -> None:
+    """Hold a draft to its shapes and dtypes; costs nothing once it is traced.
+
+    Raises:
+      DraftError: naming the field.
+    """
+    rows, slots = state.tokens.shape
+    if not isinstance(draft, Draft):
+        raise DraftError(f"{name}.propose returned {type(draft).__name__}: return a specjax.Draft")
+    nodes: Any = draft.tokens.shape[1] if getattr(draft.tokens, "ndim", 0) == 2 else "N"
+    fields: dict[str, tuple[Any, Any]] = {
+        "tokens": ((rows, nodes), jnp.int32),
+        "log_q": ((rows, nodes, vocab_size), jnp.float32),
+        "count": ((rows,), jnp.int32),
+        "parents": ((nodes,) if getattr(draft.parents, "ndim", 0) == 1 else (rows, nodes), jnp.int32),
+    }
+    for field, (shape, dtype) in fields.items():
+        value = getattr(draft, field)
+        wanted = f"{jnp.dtype(dtype)}[{', '.join(map(str, shape))}]"
+        if field != "tokens" and value is None:
+            continue
+        if not isinstance(value, jax.Array | np.ndarray) or (value.shape, value.dtype) != (shape, dtype):
+            found = _shapes(value) if isinstance(value, jax.Array | np.ndarray) else [type(value).__name__]
+            raise DraftError(f"{name}: `{field}` of its draft is {found[0]}, expected {wanted}")
+    if nodes >= slots:
+        raise DraftError(f"{name} drafts {nodes} tokens, which do not fit into {slots} cache slots")
+    if not (draft.depth is None or (type(draft.depth) is int and draft.depth >= 0)):
+        raise DraftError(f"{name}: `depth` of its draft is {draft.depth!r}, expected an int from 0, or None")
+    check_kept(name, "its target's cache", "propose", state.cache, draft.cache)
+    check_kept(name, "its state", "propose", state.drafter, draft.state)
+
+
+def check_kept(name: str, what: str, method: str, before: Any, after: Any) -> None:
+    """What goes from round to round keeps its form.
+
+    Raises:
+      DraftError: another tree, shape or dtype.
+    """
+    trees: list[Any] = [jax.tree.structure(tree) for tree in (before, after)]
+    was, found = _shapes(before), _shapes(after)
+    if trees[0] != trees[1] or was != found:
+        first = next((pair for pair in zip(was, found, strict=False) if pair[0] != pair[1]), trees)
+        rule = f"{what} must keep its tree, shapes and dtypes"
+        raise DraftError(f"{name}: {rule}; it was {first[0]}, `{method}` returns {first[1]}")
+
+
+def _shapes(tree: Any) -> list[str]:
+    return [f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" for leaf in jax.tree.leaves(tree)]
 
 
 def lay_out(state: State, draft: Draft, vocab_size: int) -> Window:

@@ -129,7 +129,7 @@ class Broken(Wrapper):
 
 FAULTS = {
     "borrowed weights": "has no array of the target among its weights",
-    "state in another dtype": "keeps shapes, dtypes and weak types in `observe`",
+    "state in another dtype": "hands back what has the declared form. Broken: its state must keep its tree",
     "reads hidden states beyond count": "does not read what is not real of `seen`",
     "reads hidden states beyond count in rounds": "does not read what is not real of `seen`",
     "forgets a chunk": "learns the same from a prompt in chunks",
@@ -139,7 +139,7 @@ FAULTS = {
     "draws from another law": "draws from the `log_q` that it reports",
     "does not add up": "reports probabilities that add up to 1",
     "counts too many": "counts 0 to 2 tokens",
-    "wrong dtype": r"returns log_q as float32\[3, 2, 29\]",
+    "wrong dtype": r"hands back what has the declared form. Broken: `log_q` of its draft is bfloat16\[3, 2, 29\], expected float32\[3, 2, 29\]",
     "trains on other positions": "has one arithmetic for `log_probs` and `propose`",
 }
 

@@ -11,7 +11,6 @@ from specjax import memory, offload
 from specjax.engine import Engine
 from specjax.evaluate import metrics
 from specjax.evaluate.record import Record
-from specjax.memory.tiers import offloaded_account
 
 BASELINE = "none"
 
@@ -41,7 +40,7 @@ class Contender:
         sizes: dict[str, Any] = {"batch": batch, "capacity": capacity, "cache_dtype": engine.cache_dtype}
         account = memory.account(program, engine.params, own, **sizes)
         if offloaded:
-            account = offloaded_account(account)
+            account = account.offloaded()
         return cls(
             settings=repr(drafter.inner if isinstance(drafter, offload.Offloaded) else drafter),
             label=drafter.label,

@@ -90,6 +90,14 @@ class Account:
         """One component's bytes; 0 where the strategy has none of that name."""
         return sum(component.bytes for component in self.components if component.name == name)
 
+    def offloaded(self) -> Account:
+        """The same with the drafter's weights in host memory: the device holds them while it drafts."""
+        moved = (
+            dataclasses.replace(part, phases=("draft",)) if part.name == "drafter weights" else part
+            for part in self.components
+        )
+        return dataclasses.replace(self, components=tuple(moved))
+
     def _lines(self) -> list[tuple[str, str]]:
         lines = [(part.name, _shown(part.bytes)) for part in self.components if part.bytes]
         lines.append((f"held at once, in {self.peak_phase}", _shown(self.needed_bytes)))

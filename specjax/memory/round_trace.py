@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from specjax import decode, sampling
 from specjax.engine import MAX_END_IDS
+from specjax.state import DraftError
 from specjax.types import Draft, Prompts
 
 Weights = Any
@@ -69,7 +70,7 @@ def trace_round(
     """Trace both halves of a round.
 
     Raises:
-      ValueError: a draft that does not fit, or a state that another one follows, so that no round can follow.
+      DraftError: a draft or a state of another form, so that no round can follow.
       RuntimeError: whatever the drafter's code raises, with its name.
     """
     leaves, tree = jax.tree.flatten((structs(params), structs(drafter_params)))
@@ -86,7 +87,6 @@ def _trace(
         propose = functools.partial(decode.propose, program)
         drafting, draft = jax.make_jaxpr(propose, return_shape=True)(params, own, state)
         verifying = jax.make_jaxpr(functools.partial(decode.verify_and_commit, program))(params, own, state, draft)
-    _check_draft(program, draft, state, capacity)
     return Round(program, params, own, state, draft, drafting.jaxpr, verifying.jaxpr)
 
 
@@ -117,22 +117,8 @@ def _naming(program: decode.Program) -> Iterator[None]:
     """While a drafter's code is traced, whatever it raises is an answer that names it."""
     try:
         yield
+    except DraftError:
+        raise
     except Exception as error:
         name = type(program.drafter).__name__
         raise RuntimeError(f"drafter {name} can't be traced: {type(error).__name__}: {error}") from error
-
-
-def _check_draft(program: decode.Program, draft: Draft, state: Any, capacity: int) -> None:
-    name, nodes = type(program.drafter).__name__, draft.tokens.shape[1]
-    if nodes >= capacity:
-        raise ValueError(f"{name} drafts {nodes} tokens, which do not fit into {capacity} cache slots")
-    before, after = ((jax.tree.structure(tree), _shapes(tree)) for tree in (state.drafter, draft.state))
-    if before != after:
-        raise ValueError(
-            f"{name}: its state must keep its tree, shapes and dtypes; `init` returns {_shapes(state.drafter)}, "
-            f"`propose` {_shapes(draft.state)}"
-        )
-
-
-def _shapes(tree: Any) -> list[str]:
-    return [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(tree)]

@@ -37,18 +37,8 @@ def moves(account: Account, prediction: Prediction, context: int) -> Iterator[Mo
     yield Move("KV, out as accepted", kv, prediction.tokens_per_s * per_token)
     yield Move("KV, back each round", kv, kv * rounds_per_s)
     if weights:
-        falls = account.needed_bytes - offloaded_account(account).needed_bytes
+        falls = account.needed_bytes - account.offloaded().needed_bytes
         yield Move("weights, in each draft", weights, weights * rounds_per_s, falls)
-
-
-def offloaded_account(account: Account) -> Account:
-    """The account of a strategy whose drafter's weights lie in host memory: the device holds them while it drafts."""
-    return replace(
-        account,
-        components=tuple(
-            replace(part, phases=("draft",)) if part.name == "drafter weights" else part for part in account.components
-        ),
-    )
 
 
 def queue_growth(rate_in: float, rate_out: float) -> float:

@@ -20,6 +20,7 @@ from jaxtyping import Array, PyTree
 from specjax import cache as kv
 from specjax import decode, sampling
 from specjax.drafter import Drafter, Nothing, Wrapper
+from specjax.state import DraftError
 from specjax.testing.differences import (
     GARBAGE,
     broken,
@@ -147,21 +148,20 @@ def check_weights(drafter: Drafter, weights: Params, target_params: Params) -> N
 
 def check_shapes(program: decode.Program, params: Params, weights: Params, prompts: Prompts) -> None:
     """Drafts are as declared, and the state keeps tree, shapes, dtypes and weak types. Traced; nothing runs."""
-    drafter, vocab = program.drafter, program.model.vocab_size
-    rows, nodes = len(TEMPERATURES), drafter.num_speculative_tokens
+    drafter = program.drafter
     build = functools.partial(decode.init_state, program, cache_dtype=jnp.float32)
     state = jax.eval_shape(build, params, weights, prompts)
     show = functools.partial(_show, program)
     _, shown = jax.eval_shape(show, params, weights, prompts, 0, state.cache, state.drafter)
     keeps(drafter, "observe", state.drafter, shown)
-    draft = jax.eval_shape(functools.partial(decode.propose, program), params, weights, state)
-    expect(drafter, "tokens", draft.tokens, (rows, nodes), jnp.int32)
-    if draft.count is not None:
-        expect(drafter, "count", draft.count, (rows,), jnp.int32)
-    if draft.log_q is not None:
-        expect(drafter, "log_q", draft.log_q, (rows, nodes, vocab), jnp.float32)
+    try:
+        draft = jax.eval_shape(functools.partial(decode.propose, program), params, weights, state)
+        after = jax.eval_shape(functools.partial(decode.verify_and_commit, program), params, weights, state, draft)
+    except DraftError as error:
+        broken(drafter, "hands back what has the declared form", str(error))
+    if draft.tokens.shape[1] != drafter.num_speculative_tokens:
+        broken(drafter, "drafts `num_speculative_tokens` nodes", f"tokens are {list(draft.tokens.shape)}")
     keeps(drafter, "propose", (state.cache, state.drafter), (draft.cache, draft.state))
-    after = jax.eval_shape(functools.partial(decode.verify_and_commit, program), params, weights, state, draft)
     keeps(drafter, "observe", state.drafter, after.drafter)
 
 

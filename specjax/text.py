@@ -147,7 +147,7 @@ class Tokenizer:
             backend=backend,
             bos_id=bos_id,
             add_bos=bool(config.get("add_bos_token", bos_id is not None and start == [bos_id])),
-            declared_end_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            declared_end_ids=end_ids(eos, f"eos_token_id of {folder}"),
             chat_template=_template(folder, config),
             template_tokens=tuple(sorted(named.items())),
         )
@@ -158,6 +158,18 @@ class Tokenizer:
         config = dict(self.template_tokens) | {"add_bos_token": self.add_bos, "chat_template": self.chat_template}
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(self.declared_end_ids)}))
+
+
+def end_ids(value: Any, where: str) -> tuple[int, ...]:
+    """Ids that end a text, from a description that has none, one, or a list of them.
+
+    Raises:
+      ValueError: anything else.
+    """
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(one) is int and 0 <= one < 2**31 for one in ids):
+        raise ValueError(f"{where} is {value!r:.40}: must be a token id, or a list of ids")
+    return tuple(ids)
 
 
 class Stream:

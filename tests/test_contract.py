@@ -139,7 +139,7 @@ FAULTS = {
     "draws from another law": "draws from the `log_q` that it reports",
     "does not add up": "reports probabilities that add up to 1",
     "counts too many": "counts 0 to 2 tokens",
-    "wrong dtype": r"hands back what has the declared form. Broken: `log_q` of its draft is bfloat16\[3, 2, 29\], expected float32\[3, 2, 29\]",
+    "wrong dtype": r"hands back what has the declared form. Broken: `log_q` of its draft is bfloat16\[3, 2, 29\]",
     "trains on other positions": "has one arithmetic for `log_probs` and `propose`",
 }
 

@@ -34,6 +34,15 @@ FAMILIES = {
     "llama3-scaled": ("Llama", {"rope_parameters": LLAMA3}),
     "llama-linear-scaled": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}}),
     "mistral-window-5": ("Mistral", {"sliding_window": 5, "head_dim": 16}),
+    "qwen2-full-layers": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention"] * 3},
+    ),
+    "qwen3-window-5": (
+        "Qwen3",
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention"] * 3},
+    ),
+    "qwen3-window-from-layer-0": ("Qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
     "qwen2-bias": ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3-wide-heads": ("Qwen3", {"head_dim": 24}),
@@ -267,10 +276,35 @@ def test_a_sliding_window_is_read_as_each_family_means_it(change, window):
     assert from_huggingface(SIZES | change).sliding_window == window
 
 
-def test_a_window_in_some_layers_only_is_refused():
-    change = {"model_type": "qwen3", "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1}
-    with pytest.raises(ValueError, match="max_window_layers 1 is not supported"):
-        from_huggingface(SIZES | change)
+@pytest.mark.parametrize(
+    ("family", "changes", "window"),
+    [
+        ("mistral", {"layer_types": ["full_attention"] * 3, "sliding_window": 5}, None),
+        ("mistral", {"layer_types": ["sliding_attention"] * 3, "sliding_window": 5}, 5),
+        ("mistral", {}, 4096),  # transformers' default
+        ("mistral", {"sliding_window": None}, None),
+        ("qwen2", {"sliding_window": 5}, None),
+        ("qwen2", {"sliding_window": 5, "use_sliding_window": True}, None),  # max_window_layers is 28
+        ("llama", {"sliding_window": 5}, None),
+    ],
+)
+def test_the_window_is_that_of_transformers(family, changes, window):
+    assert from_huggingface({"model_type": family} | SIZES | changes).sliding_window == window
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_window_layers": 1},
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        {"layer_types": ["linear_attention"] * 3},
+        {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False},
+    ],
+)
+def test_a_window_in_some_layers_only_is_refused(changes):
+    described = {"model_type": "qwen3", "sliding_window": 7, "use_sliding_window": True} | SIZES | changes
+    with pytest.raises(ValueError, match="layers of kind .* are not supported"):
+        from_huggingface(described)
 
 
 def test_smollm2_continues_as_transformers_does(smollm2):  # noqa: F811

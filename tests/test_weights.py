@@ -17,7 +17,8 @@ from fixtures_weights import byte_level_metadata, write_gguf
 from safetensors.numpy import save_file
 
 from specjax import weights
-from specjax.model import Llama, ModelConfig, RopeScaling
+from specjax.model import Llama, ModelConfig, RopeScaling, positions
+from specjax.weights import gguf as gguf_file
 from specjax.weights import gguf_vocabulary, open_checkpoint, sources, wheel
 from specjax.weights.checkpoint import sha256_of
 from specjax.weights.gguf import unpermuted
@@ -127,6 +128,12 @@ def test_a_wrong_tensor_is_named(huggingface, change, message):
         ({"num_attention_heads": 0, "head_dim": None}, "config.json describes no model"),
         ({"head_dim": 7}, "head_dim=7: .* must be even"),
         ({"rope_scaling": "yes"}, "config.json describes no model"),
+        ({"quantization_config": "gptq"}, "is quantised .'gptq'."),
+        ({"quantization_config": 4}, "is quantised .4."),
+        ({"num_hidden_layers": 2**30}, "num_layers=1073741824: specjax takes 1024 layers at most"),
+        ({"layer_types": "full"}, "layer_types 'full': must name the kind of each"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
+        ({"num_local_experts": 8}, "num_local_experts=8 is not supported"),
     ],
 )
 def test_a_description_of_another_model_is_refused(huggingface, change, message):
@@ -215,15 +222,43 @@ def test_unpermuted_rows_are_the_inverse_of_llama_cpps_permutation():
     np.testing.assert_array_equal(stored[unpermuted(24, 3)], rows)
 
 
-def test_llama3s_stored_rotary_divisors_give_its_scaling(tmp_path, params):
-    # as llama.cpp's converter writes them for Llama 3.2
-    wavelength = 2 * np.pi * 500_000.0 ** (np.arange(0, 64, 2) / 64)
-    smooth = np.clip((8192 / wavelength - 1) / (4 - 1), 0, 1)
-    divisors = (1 / ((1 - smooth) / 32 + smooth)).astype(np.float32)
+@pytest.mark.parametrize(
+    ("original", "low", "high", "factor"), [(8192, 1, 4, 32), (64, 1, 4, 8), (8192, 2, 16, 8), (512, 1, 2, 3)]
+)
+def test_the_rotary_divisors_that_a_gguf_file_stores_are_its_own(tmp_path, params, original, low, high, factor):
+    # as llama.cpp's converter writes them for Llama 3.1 and later
+    frequency = 10_000.0 ** -(np.arange(0, 64, 2) / 64)
+    smooth = np.clip((original * frequency / (2 * np.pi) - low) / (high - low), 0, 1)
+    divisors = (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
     stored = {n: (v, "F32") for n, v in llama_cpp(flat(params)).items()}
     write_gguf(tmp_path / "m.gguf", CONFIG, stored, extra=[("rope_freqs.weight", (divisors, "F32"))])
-    scaling = open_checkpoint(str(tmp_path / "m.gguf")).config.rope_scaling
-    assert dataclasses.astuple(scaling) == ("llama3", pytest.approx(32.0, rel=1e-6), 1.0, 4.0, 8192)
+    config = open_checkpoint(str(tmp_path / "m.gguf")).config
+    cos, _ = positions.rotary_factors(jnp.asarray([[0, 1, 7, 60]], jnp.int32), config, jnp.float32)
+    expected = np.cos(np.outer([0, 1, 7, 60], 1.0 / config.rope_theta ** (np.arange(0, 64, 2) / 64) / divisors))
+    np.testing.assert_allclose(cos[0, :, 0], expected, atol=1e-5)
+
+
+def test_a_gguf_files_window_means_what_llama_cpp_makes_of_it_for_a_llama(tmp_path, params):
+    stored = {n: (v, "F32") for n, v in llama_cpp(flat(params)).items()}
+    write_gguf(tmp_path / "m.gguf", CONFIG, stored, metadata=[("llama.attention.sliding_window", 4)])
+    assert open_checkpoint(str(tmp_path / "m.gguf")).config.sliding_window is None
+
+
+def test_a_gguf_file_in_parts_is_given_by_its_first(tmp_path, params):
+    stored = {n: (v, "F32") for n, v in llama_cpp(flat(params)).items()}
+    names = list(stored)
+    for number, part in enumerate((names[:3], names[3:]), 1):
+        path = tmp_path / f"m-{number:05}-of-00002.gguf"
+        write_gguf(path, CONFIG, {n: stored[n] for n in part}, metadata=[("split.count", 2), ("split.no", number - 1)])
+    checkpoint = open_checkpoint(str(tmp_path / "m-00001-of-00002.gguf"))
+    assert len(checkpoint.files) == 2
+    for ours, theirs in zip(jax.tree.leaves(checkpoint.load(jnp.float32)), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(ours, np.asarray(theirs, np.float32), rtol=1e-6)
+    with pytest.raises(ValueError, match="is one of 2 parts of a model: give the first"):
+        open_checkpoint(str(tmp_path / "m-00002-of-00002.gguf"))
+    path.unlink()
+    with pytest.raises(ValueError, match="m-00002-of-00002.gguf is missing"):
+        open_checkpoint(str(tmp_path / "m-00001-of-00002.gguf"))
 
 
 def test_our_gguf_header_agrees_with_the_packages_reader(tmp_path, params):
@@ -283,11 +318,63 @@ def test_arrays_of_arrays_without_end_are_no_gguf(tmp_path):
         open_checkpoint(str(tmp_path / "m.gguf"))
 
 
+@pytest.mark.parametrize("kind", ["Q5_0", "Q5_1", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ3_XXS", "MXFP4", "TQ2_0"])
+def test_every_type_that_the_package_dequantises_is_read(kind):
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    raw = np.random.default_rng(0).integers(0, 60, (3, 2 * size), np.uint8)
+    ours = gguf_file._dequantize(raw, gguf.GGMLQuantizationType[kind])
+    np.testing.assert_array_equal(ours, gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]))
+    assert ours.shape == (3, 2 * block)
+    assert kind in gguf_file._READABLE
+
+
 def test_a_gguf_type_that_is_not_read_is_named(tmp_path, params):
-    stored = {n: (v, "F32" if v.ndim == 1 else "Q5_0") for n, v in llama_cpp(flat(params)).items()}
+    stored = {n: (v, "F32") for n, v in llama_cpp(flat(params)).items()}
+    stored["output_norm.weight"] = (np.zeros((1, 1024), np.uint8), "I8")
     write_gguf(tmp_path / "m.gguf", CONFIG, stored)
-    with pytest.raises(ValueError, match=r"is Q5_0: specjax reads F32, F16"):
+    with pytest.raises(ValueError, match=r"is I8: specjax reads F32, F16"):
         open_checkpoint(str(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_a_decoder_that_stands_in_a_larger_model_is_read(huggingface, prefix):
+    folder, tensors = huggingface
+    expected = open_checkpoint(str(folder)).load(jnp.float32)
+    save_file({n.replace("model.", prefix, 1): v for n, v in tensors.items()}, folder / "model.safetensors")
+    for ours, theirs in zip(
+        jax.tree.leaves(open_checkpoint(str(folder)).load(jnp.float32)), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_missing_head_is_the_embedding_where_the_description_does_not_say(huggingface):
+    folder, tensors = huggingface
+    description = json.loads((folder / "config.json").read_text())
+    description.pop("tie_word_embeddings", None)
+    save_file({n: v for n, v in tensors.items() if n != "lm_head.weight"}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(description | {"hidden_act": "swish"}))
+    checkpoint = open_checkpoint(str(folder))
+    assert checkpoint.config.tied_embeddings
+    assert "lm_head" not in checkpoint.load(jnp.float32)
+
+
+def test_a_shard_of_another_folder_is_refused(huggingface):
+    folder, tensors = huggingface
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "../x/y")}))
+    with pytest.raises(ValueError, match=r"names '\.\./x/y': shards stand beside it"):
+        open_checkpoint(str(folder))
+
+
+@pytest.mark.parametrize("eos", ["two", 2.0, float("nan"), [[2]], {"id": 2}, 2**31, -1, True])
+def test_end_ids_that_are_none_are_refused(huggingface, eos):
+    folder, _ = huggingface
+    gguf_vocabulary.build(dict(byte_level_metadata("qwen2"))).save(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ValueError, match="must be a token id, or a list of ids"):
+        open_checkpoint(str(folder))
+    for key in ("eot", "eom"):
+        with pytest.raises(ValueError, match="must be a token id, or a list of ids"):
+            gguf_vocabulary.build(dict(byte_level_metadata("qwen2")) | {f"tokenizer.ggml.{key}_token_id": eos})
 
 
 @pytest.mark.parametrize("quantized", [False, True])

@@ -71,7 +71,7 @@ def compile_ahead(strategy: Strategy, device: hardware.Device, mesh: str, *, dat
     with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "w+") as log:
         request = {"strategy": strategy.asdict(), "device": device.name, "mesh": mesh, "data": data, "folder": folder}
         child = subprocess.Popen(
-            [sys.executable, "-m", "specjax.memory.aot_child", json.dumps(request)],
+            [sys.executable, "-P", "-m", "specjax.memory.aot_child", json.dumps(request)],
             env=_environment(device, mesh),
             stdout=subprocess.PIPE,
             stderr=log,

@@ -4,37 +4,46 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Stretching of the rotary frequencies: `linear` (position interpolation) or `llama3`."""
+    """Stretching of the rotary frequencies: `linear` (position interpolation), `llama3`, or by `divisors`, one each."""
 
     kind: str
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context_length: int = 8192
+    divisors: tuple[float, ...] = ()  # one a frequency: of a GGUF file, which stores them
 
     def __post_init__(self) -> None:
-        if self.kind not in ("linear", "llama3"):
+        if self.kind not in ("linear", "llama3", "divisors"):
             raise ValueError(f"rope scaling {self.kind!r} is not supported: specjax knows linear and llama3")
         _check_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_context_length")
+        if not all(map(_is_positive, self.divisors)) or bool(self.divisors) != (self.kind == "divisors"):
+            raise ValueError(f"divisors of a rope scaling {self.kind!r} make no sense: {self.divisors!r:.60}")
 
 
 def _check_positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if not _is_positive(value):
             raise ValueError(f"{name}={value!r}: must be a number above zero")
+
+
+def _is_positive(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and 0 < value < math.inf
 
 
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
     "context_length",
 )  # fmt: skip
+MOST_LAYERS = 1024
+"""Several times the deepest model there is: a description that says more would be worked on for ever."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +78,14 @@ class ModelConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
                 raise ValueError(f"{name}={value!r}: the size of a model must be a positive integer below 2^31")
+        if self.num_layers > MOST_LAYERS:
+            raise ValueError(f"num_layers={self.num_layers}: specjax takes {MOST_LAYERS} layers at most")
+        for name in ("attention_bias", "qk_norm", "tied_embeddings", "quantized"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name}={value!r:.40}: must be true or false")
+        divisors = self.rope_scaling.divisors if self.rope_scaling else ()
+        if divisors and len(divisors) != self.head_dim // 2:
+            raise ValueError(f"{len(divisors)} rotary divisors: heads of {self.head_dim} have {self.head_dim // 2}")
         _check_positive(
             self, "rope_theta", "norm_eps", *(("sliding_window",) if self.sliding_window is not None else ())
         )
@@ -102,19 +119,20 @@ def from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
       KeyError: a size that is missing.
     """
     family = _family(config["model_type"])
-    if config.get("hidden_act", "silu") != "silu":
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ValueError(f"activation {config['hidden_act']!r} is not supported: the decoder is SwiGLU (silu)")
-    if config.get("mlp_bias"):
-        raise ValueError("mlp_bias=true is not supported")
+    for name, neutral in _NEUTRAL.items():
+        if (value := config.get(name, neutral)) not in (neutral, None):
+            raise ValueError(f"{name}={value!r:.40} is not supported: the decoder computes as with {neutral!r}")
     if config.get("attention_bias") and not family.get("attention_bias"):
         raise ValueError("attention_bias=true with a biased output projection is not supported")
     rope = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or rope
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if rope.get("partial_rotary_factor", 1) != 1:
-        raise ValueError(
-            f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported: the decoder turns whole heads"
-        )
+    if kind == "divisors":
+        raise ValueError("rope scaling 'divisors' is not supported: specjax knows linear and llama3")
+    if (part := rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))) != 1:
+        raise ValueError(f"partial_rotary_factor {part} is not supported: the decoder turns whole heads")
     heads = config["num_attention_heads"]
     return ModelConfig(
         vocab_size=config["vocab_size"],
@@ -125,7 +143,7 @@ def from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         context_length=config["max_position_embeddings"],
-        rope_theta=config.get("rope_theta") or rope.get("rope_theta", 10_000.0),
+        rope_theta=rope.get("rope_theta") or config.get("rope_theta", 10_000.0),
         rope_scaling=None
         if kind == "default"
         else RopeScaling(
@@ -142,28 +160,51 @@ def from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+_NEUTRAL: dict[str, Any] = {
+    "mlp_bias": False, "final_logit_softcapping": None, "attn_logit_softcapping": None, "query_pre_attn_scalar": None,
+    "attention_multiplier": None, "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0,
+    "logit_scale": None, "clip_qkv": None, "use_qk_norm": False, "no_rope_layers": None, "attention_chunk_size": None,
+    "num_experts": None, "num_local_experts": None,
+}  # fmt: skip
+"""Entries of other models' descriptions that change what is computed, with the value that does not."""
+
+
 def _sliding_window(config: Mapping[str, Any]) -> int | None:
-    """Mistral has one unless it says null; Qwen only if it says so, and then it may differ between layers."""
-    if config["model_type"] == "mistral":
-        return config.get("sliding_window", 4096) or None
-    if config["model_type"] not in ("qwen2", "qwen3") or not config.get("use_sliding_window"):
+    """The one window of all layers, as `transformers` has it: Mistral has 4096 unless it says null, Qwen only if told.
+
+    `layer_types` says which layers have it; without that, Qwen's are those from `max_window_layers` on.
+    """
+    family, layers = config["model_type"], config["num_hidden_layers"]
+    qwen = family in ("qwen2", "qwen3")
+    window = config.get("sliding_window", 4096) or None
+    if family == "llama" or (qwen and not config.get("use_sliding_window")):
+        window = None
+    kinds = config.get("layer_types")
+    if kinds is None:
+        full = min(config.get("max_window_layers", 28), layers) if qwen and window else 0 if window else layers
+        kinds = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ValueError(f"layer_types {kinds!r:.60}: must name the kind of each of the {layers} layers")
+    if set(kinds) == {"full_attention"}:
         return None
-    first = config.get("max_window_layers", 28)
-    if 0 < first < config["num_hidden_layers"]:
-        raise ValueError(f"max_window_layers {first} is not supported: all layers must share one sliding window")
-    return config.get("sliding_window") if first == 0 else None
+    if set(kinds) != {"sliding_attention"} or window is None:
+        found = ", ".join(sorted(set(map(str, kinds))))
+        raise ValueError(
+            f"layers of kind {found} with sliding_window={window} (layer_types, max_window_layers) are not supported: "
+            "all must be full_attention, or sliding_attention with one window"
+        )
+    return window
 
 
 def from_gguf(
-    metadata: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]], llama3_factor: float | None = None
+    metadata: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]], divisors: Sequence[float] = ()
 ) -> ModelConfig:
-    """Read GGUF metadata.
+    """Read GGUF metadata. As in llama.cpp, `attention.sliding_window` means nothing to these architectures.
 
     Args:
       metadata: under llama.cpp's keys.
       tensors: each tensor's name with its shape, rows first.
-      llama3_factor: the largest entry of `rope_freqs.weight`, where the file has that tensor. Llama 3.1 and
-        later are stored without a name for their rotary scaling: only with its divisors.
+      divisors: of the rotary frequencies, `rope_freqs.weight`, where the file has that tensor (Llama 3.1 and later).
 
     Raises:
       ValueError: an architecture or rotary scaling that the decoder does not have.
@@ -182,8 +223,9 @@ def from_gguf(
     scaling = None
     if metadata.get(f"{architecture}.rope.scaling.type", "none") != "none":
         scaling = RopeScaling(get("rope.scaling.type"), get("rope.scaling.factor"))
-    if llama3_factor is not None:
-        scaling = RopeScaling("llama3", llama3_factor)
+    if divisors:
+        factor = scaling.factor if scaling else 1.0
+        scaling = RopeScaling("divisors", factor, divisors=tuple(divisors))
     rows = tensors["token_embd.weight"][0]
     return ModelConfig(
         vocab_size=gguf_vocab_size(metadata) or rows,
@@ -199,7 +241,6 @@ def from_gguf(
         rope_scaling=scaling,
         norm_eps=float(f"{get('attention.layer_norm_rms_epsilon'):.7g}"),  # stored in float32
         tied_embeddings="output.weight" not in tensors,
-        sliding_window=metadata.get(f"{architecture}.attention.sliding_window") or None,  # 0 is none, too
         **family,
     )
 

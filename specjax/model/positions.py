@@ -72,7 +72,9 @@ def rotary_factors(
 def _stretch(frequencies: Float[Array, "D"], scaling: RopeScaling | None) -> Float[Array, "D"]:
     if scaling is None:
         return frequencies
-    if scaling.kind == "linear":
+    if scaling.divisors:
+        frequencies = frequencies / jnp.asarray(scaling.divisors, frequencies.dtype)
+    if scaling.kind != "llama3":
         return frequencies / scaling.factor
     # Llama 3.1: long waves are stretched, short ones kept, and those between blended.
     turns = scaling.original_context_length * frequencies / (2 * math.pi)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf import MODEL_ARCH, GGMLQuantizationType, get_tensor_name_map, quants
@@ -22,15 +23,18 @@ from specjax.weights import gguf_vocabulary
 from specjax.weights.checkpoint import Checkpoint, DamagedFile, Wanted, flatten, stream
 from specjax.weights.gguf_header import TensorEntry, read_header
 
-_READABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+_READABLE = ("F32", "F16", *(kind.name for kind in GGMLQuantizationType if hasattr(quants, kind.name)))
 
 
 class GGUF(Checkpoint):
-    """One GGUF file."""
+    """A GGUF file, or the first of those that a large one was split into."""
 
     def __init__(self, path: Path):
         self.path = path
         self.metadata, self._stored = read_header(path)
+        self._parts = (path, *_other_parts(path, self.metadata.get("split.count", 1)))
+        for part in self._parts[1:]:
+            self._stored |= read_header(part)[1]
         for name, entry in self._stored.items():
             if entry.type.name not in _READABLE:
                 raise ValueError(
@@ -42,7 +46,7 @@ class GGUF(Checkpoint):
             self.config = from_gguf(
                 self.metadata,
                 {name: entry.shape for name, entry in self._stored.items()},
-                None if factors is None else float(self._read(factors, 0, factors.shape[0]).max()),
+                () if factors is None else self._read(factors, 0, factors.shape[0]).tolist(),
             )
         except KeyError as error:
             raise ValueError(f"{path} does not describe a language model: {error.args[0]} is missing") from error
@@ -63,7 +67,7 @@ class GGUF(Checkpoint):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        return (self.path,)
+        return self._parts
 
     def tokenizer(self) -> Tokenizer:
         try:
@@ -95,14 +99,29 @@ class GGUF(Checkpoint):
         flat = len(entry.shape) == 1  # one row, whose blocks are not cut
         first, count = (0, 1) if flat else (start, stop - start)
         offset_bytes = entry.offset_bytes + first * entry.row_bytes
-        data = np.fromfile(self.path, np.uint8, count * entry.row_bytes, offset=offset_bytes)
+        data = np.fromfile(entry.file, np.uint8, count * entry.row_bytes, offset=offset_bytes)
         rows = _dequantize(data.reshape(count, entry.row_bytes), entry.type)
         return rows[0, start:stop] if flat else rows
+
+
+def _other_parts(path: Path, count: Any) -> list[Path]:
+    if count == 1:
+        return []
+    if type(count) is not int or not 1 < count < 10_000 or not path.name.endswith(f"-00001-of-{count:05}.gguf"):
+        raise ValueError(f"{path} is one of {count!r:.40} parts of a model: give the first, ...-00001-of-0000N.gguf")
+    whole = path.name.removesuffix(f"-00001-of-{count:05}.gguf")
+    parts = [path.with_name(f"{whole}-{number:05}-of-{count:05}.gguf") for number in range(2, count + 1)]
+    for part in parts:
+        if not part.exists():
+            raise DamagedFile(f"{part} is missing: all parts of {path.name} must stand beside it")
+    return parts
 
 
 def _dequantize(table: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     """As `quants.dequantize`, which goes by 16 rows at a time: three times slower on small blocks."""
     quantization = getattr(quants, kind.name, None)
+    if quantization is not None:
+        quantization.init_grid()  # of the kinds that look their values up
     return quants.dequantize(table, kind) if quantization is None else quantization.dequantize_rows(table)
 
 

@@ -33,6 +33,7 @@ class TensorEntry:
     type: GGMLQuantizationType
     offset_bytes: int
     row_bytes: int  # along the last axis
+    file: Path
 
     @property
     def size_bytes(self) -> int:
@@ -48,7 +49,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            metadata, tensors = _parse(_Cursor(data))
+            metadata, tensors = _parse(_Cursor(data), path)
             size_bytes = len(data)
     except _DAMAGE as error:
         raise DamagedFile(f"{path} is no readable GGUF file ({error}): fetch it again") from error
@@ -97,7 +98,7 @@ class _Cursor:
         return np.frombuffer(self.raw(count * dtype.itemsize), dtype).tolist()
 
 
-def _parse(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+def _parse(cursor: _Cursor, path: Path) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
     if cursor.raw(4) != b"GGUF":
         raise ValueError("it does not begin with the letters GGUF")
     version = cursor.take("I")
@@ -116,8 +117,10 @@ def _parse(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
         block, block_bytes = GGML_QUANT_SIZES[kind]
         if not shape or shape[-1] % block:
             raise ValueError(f"tensor {name} {shape} is no whole number of {kind.name} blocks of {block}")
-        entries[name] = TensorEntry(shape, kind, cursor.take("Q"), shape[-1] // block * block_bytes)
+        entries[name] = TensorEntry(shape, kind, cursor.take("Q"), shape[-1] // block * block_bytes, path)
     alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
+        raise ValueError(f"general.alignment is {alignment!r:.40}")
     base = -(-cursor.at // alignment) * alignment
     return metadata, {
         name: dataclasses.replace(entry, offset_bytes=base + entry.offset_bytes) for name, entry in entries.items()

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from specjax.model.config import gguf_vocab_size
-from specjax.text import Tokenizer
+from specjax.text import Tokenizer, end_ids
 
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -61,7 +61,7 @@ def build(metadata: Mapping[str, Any]) -> Tokenizer:
         backend=backend,
         bos_id=ids.get("bos"),
         add_bos=metadata.get("tokenizer.ggml.add_bos_token", implied and "bos" in ids),
-        declared_end_ids=tuple(sorted({end for end in ends if end is not None})),
+        declared_end_ids=tuple(sorted(set(end_ids([end for end in ends if end is not None], "an end id of the file")))),
         chat_template=metadata.get("tokenizer.chat_template"),
         template_tokens=tuple((f"{name}_token", tokens[index]) for name, index in sorted(ids.items())),
     )

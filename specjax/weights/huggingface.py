@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from specjax.weights.checkpoint import Checkpoint, DamagedFile, Wanted
 from specjax.weights.safetensors_file import Entry, Tensors, read_header
 
 _DTYPES = ("F64", "F32", "F16", "BF16")
+_PREFIX = re.compile(r"^((model|language_model)\.)+")
+"""Of a decoder by itself, or of the one that stands in a larger model."""
 _DESCRIPTIONS = (
     "config.json",
     "tokenizer.json",
@@ -33,7 +36,8 @@ def read_config(path: Path) -> ModelConfig:
     """
     description = read_json(path)
     if quantization := description.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown")
+        known = isinstance(quantization, dict)
+        method = quantization.get("quant_method", "unknown") if known else f"{quantization!r:.40}"
         raise ValueError(f"{path.parent} is quantised ({method}): take the unquantised checkpoint, or a GGUF file")
     try:
         return from_huggingface(description)
@@ -49,14 +53,16 @@ class HuggingFace(Checkpoint):
     def __init__(self, folder: Path):
         self.folder = folder
         config = read_config(folder / "config.json")
+        self._shards = _shards(folder)
+        headers = [read_header(shard).items() for shard in self._shards]
+        self._entries = {_PREFIX.sub("", name): entry for header in headers for name, entry in header}
+        if "lm_head.weight" not in self._entries and "tie_word_embeddings" not in read_json(folder / "config.json"):
+            config = dataclasses.replace(config, tied_embeddings=True)
         self._tokenizer = Tokenizer.from_directory(folder) if (folder / "tokenizer.json").exists() else None
         if self._tokenizer is not None:  # rows of the embedding beyond the tokenizer's ids are padding
             size = min(config.vocab_size, self._tokenizer.vocab_size)
             config = dataclasses.replace(config, vocab_size=size, padded_vocab_size=config.vocab_size)
         self.config = config
-        self._shards = _shards(folder)
-        headers = [read_header(shard).items() for shard in self._shards]
-        self._entries = {name.removeprefix("model."): entry for header in headers for name, entry in header}
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -104,6 +110,9 @@ def _shards(folder: Path) -> tuple[Path, ...]:
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
             raise DamagedFile(f"{index} names no shards: fetch the checkpoint again")
+        outside = [name for name in names.values() if Path(name).name != name]
+        if outside:
+            raise DamagedFile(f"{index} names {outside[0]!r:.80}: shards stand beside it, in no other folder")
         shards = tuple(folder / name for name in sorted(set(names.values())))
     else:
         shards = (folder / "model.safetensors",)

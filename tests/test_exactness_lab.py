@@ -115,7 +115,7 @@ def test_only_the_program_s_own_rules_count_as_proven():
 
 
 GATED = ["NotStrict", "SmallEpsilonInRatio", "SlightlyLenient", "BonusFromDraft", "BlockWithBreak",
-         "BlockTokenResidual"]  # fmt: skip
+         "BlockTokenResidual", "NoBreak"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GATED)

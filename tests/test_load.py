@@ -1,7 +1,6 @@
 """What a run's records say of load: warnings that are due, none that are not, and what can't be seen is named."""
 
 import dataclasses
-import inspect
 import json
 
 import numpy as np
@@ -9,13 +8,14 @@ import pytest
 from fixtures_memory import preset  # noqa: F401
 from scipy import stats
 
-from specjax import cli, testing
+from specjax import cli, plugins, testing
 from specjax.evaluate import under_load
 from specjax.evaluate.record import Record
 from specjax.memory import rates
 from specjax.memory.acceptance import read_run
 from specjax.testing import tiny_config
 from specjax.types import Counts
+from specjax.weights.checkpoint import sha256_of
 
 WINDOW = 4
 
@@ -278,12 +278,9 @@ def test_rates_are_of_the_drafter_as_it_ran():
     assert once["flop_per_s"] > 0
     twice = rates.of_row(TIMED | {"draft_s": 1.0, "verify_s": 1.0}, manifest_of(), 64, None)
     assert twice["bytes_per_s"] == pytest.approx(once["bytes_per_s"] / 2)
-    file = inspect.getfile(testing.Tree)
     trees = [
-        rates.of_row(
-            TIMED | {"drafter": f"{file}:Tree", "settings": f"Tree(parents={parents})"}, manifest_of(), 64, None
-        )
-        for parents in ((-1, 0), (-1, 0, 1, 2, 3, 4))
+        rates.of_row(TIMED | {"drafter": "mine.py:Tree", "settings": repr(tree)}, manifest_of(), 64, None, [tree])
+        for tree in (testing.Tree(parents=(-1, 0)), testing.Tree(parents=(-1, 0, 1, 2, 3, 4)))
     ]
     assert trees[0]["flop_per_s"] < trees[1]["flop_per_s"]  # fields that are no text are read back, too
 
@@ -293,7 +290,8 @@ def test_rates_are_of_the_drafter_as_it_ran():
     [
         ({"draft_s": None}, {}, "the run did not time its rounds' halves"),
         ({"draft_s": 0.0, "verify_s": 0.0}, {}, "the run says that its rounds took 0 s"),
-        ({"drafter": "./gone.py:Mine"}, {}, "no drafter file gone.py"),
+        ({"drafter": "./gone.py:Mine"}, {}, "it is code or weights of a file, which reading a run does not open"),
+        ({"settings": "NGram(checkpoint='org/model')"}, {}, "it is code or weights of a file"),
         ({"settings": None}, {}, "its settings None are not of the form"),
         ({"settings": "NGram(7)"}, {}, "its settings NGram(7) are not of the form"),
         ({"settings": "Mine(fn=<function f at 0x7f>)"}, {}, "its settings Mine(fn=<function f at 0x7f>) are not"),
@@ -302,3 +300,24 @@ def test_rates_are_of_the_drafter_as_it_ran():
 )
 def test_rates_that_cannot_be_known_say_why(row, config, reason):
     assert reason in rates.of_row(TIMED | row, manifest_of(**config), 64, None)
+
+
+def test_reading_a_run_runs_no_code_that_it_names_and_a_drafter_of_ones_own_must_be_the_runs(tmp_path):
+    body = (
+        "from pathlib import Path\nfrom dataclasses import dataclass\nfrom specjax import Draft, Drafter\n"
+        "import jax.numpy as jnp\nPath(__file__).with_suffix('.ran').touch()\n"
+        "@dataclass(frozen=True)\nclass Mine(Drafter):\n    num_speculative_tokens: int = 1\n"
+        "    def propose(self, keys, params, state, target):\n"
+        "        tokens = jnp.zeros((target.tokens.shape[0], 1), jnp.int32)\n"
+        "        return Draft(tokens, None, target.cache, state)\n"
+    )
+    file = tmp_path / "mine.py"
+    file.write_text(body)
+    row = TIMED | {"drafter": f"{file}:Mine", "settings": "Mine(num_speculative_tokens=1)"}
+    manifest = manifest_of() | {"drafter_files": {str(file): sha256_of(file)}}
+    assert "which reading a run does not open: name it with --drafter" in rates.of_row(row, manifest, 64, None)
+    assert not file.with_suffix(".ran").exists()
+    mine = plugins.load_drafter(f"{file}:Mine")
+    assert rates.of_row(row, manifest, 64, None, [mine])["flop_per_s"] > 0
+    file.write_text(body + "\n")
+    assert "is not the file that the run was made with" in rates.of_row(row, manifest, 64, None, [mine])

@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from specjax import plugins
+from specjax.drafter import Drafter
 from specjax.evaluate.record import Record
 from specjax.evaluate.run_folder import read_run
 from specjax.exactness.statistics import holm
@@ -60,22 +62,26 @@ class Diagnosis:
         return "\n".join([*self.warnings, *(f"{found.shown:3}  {found}" for found in self.fingerprints)])
 
 
-def diagnose(folder: str | Path, device: str | None = None) -> dict[str, Diagnosis]:
-    """Read a run's folder, a drafter at a time.
+def diagnose(
+    folder: str | Path, device: str | None = None, drafters: Sequence[str | Drafter] = ()
+) -> dict[str, Diagnosis]:
+    """Read a run's folder, a drafter at a time. No code is run that its files name.
 
     Args:
       device: what it ran on, for its peaks (`specjax.memory.hardware`).
+      drafters: those of the run that are files: without them, what their rounds move is not known.
 
     Raises:
       ValueError: no folder of a run that ended, or no such device.
     """
     summary, manifest, records = read_run(Path(folder))
     known = hardware.find(device) if device else None
+    given = [plugins.load_drafter(one) if isinstance(one, str) else one for one in drafters]
     timed = min((record.capacity for record in records), default=summary.get("capacity", 0))
     found = {}
     for row in summary["rows"]:
         own = [record for record in records if record.drafter == row["drafter"]]
-        achieved = rates.of_row(row, manifest, timed, known)
+        achieved = rates.of_row(row, manifest, timed, known, given)
         found[row["drafter"]] = Diagnosis(trends(own), fingerprints(own, row, achieved))
     return found
 

@@ -116,6 +116,8 @@ def law_of(
     rest = functools.cache(lambda prefix: target_joint(p, vocab, depth - len(prefix), prefix))
     for row in np.flatnonzero(weight > 0):
         taken = tuple(int(tokens[row, node]) for node in path[row, : accepted[row]])
+        if len(taken) >= depth:  # more tokens than any path has: their mass is missing, so that the law is another one
+            continue
         for token in np.flatnonzero(law[row] > 0):
             prefix = (*taken, int(token))
             joint[prefix] += weight[row] * float(law[row, token]) * rest(prefix)

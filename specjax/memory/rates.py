@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from specjax import decode, plugins
+from specjax.drafter import Drafter
 from specjax.memory.hardware import Device
 from specjax.memory.jaxpr_traffic import PHASES, traffic
 from specjax.memory.round_trace import trace_round
 from specjax.mesh import Layout
 from specjax.model import Llama, ModelConfig
 from specjax.model.config import RopeScaling
+from specjax.weights.checkpoint import sha256_of
 
 
 def of_row(
-    row: Mapping[str, Any], manifest: Mapping[str, Any], capacity: int, device: Device | None
+    row: Mapping[str, Any],
+    manifest: Mapping[str, Any],
+    capacity: int,
+    device: Device | None,
+    drafters: Iterable[Drafter] = (),
 ) -> dict[str, float] | str:
     """Rates of one drafter's rounds, or why they can't be known.
+
+    A run may come from anybody: what its files name is neither run nor opened.
 
     Args:
       capacity: slots of the batch that was timed: the smallest of the run.
       device: what it ran on, for the ridge (operations a byte) and the share of its bandwidth.
+      drafters: those of the run that are code or weights of a file, from the reader's own hand.
     """
     if row.get("draft_s") is None or row.get("verify_s") is None:
         return "the run did not time its rounds' halves"
@@ -35,7 +46,7 @@ def of_row(
         return "the run says that its rounds took 0 s"
     try:
         sizes: dict[str, Any] = {"batch": manifest["batch_size"], "capacity": capacity}
-        traced = trace_round(*_rebuild(row, manifest), cache_dtype=manifest["target"]["dtype"], **sizes)
+        traced = trace_round(*_rebuild(row, manifest, drafters), cache_dtype=manifest["target"]["dtype"], **sizes)
         found = traffic(traced, Layout(), manifest["device"]["platform"])
     except Exception as error:  # a drafter's file is its author's code, and may have changed or gone since
         return f"its rounds can't be traced again: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -49,17 +60,33 @@ def of_row(
     return rates
 
 
-def _rebuild(row: Mapping[str, Any], manifest: Mapping[str, Any]) -> tuple[decode.Program, Any, Any]:
+def _rebuild(
+    row: Mapping[str, Any], manifest: Mapping[str, Any], drafters: Iterable[Drafter]
+) -> tuple[decode.Program, Any, Any]:
     config = dict(manifest["target"]["config"])
     if config.get("rope_scaling"):
         config["rope_scaling"] = RopeScaling(**config["rope_scaling"])
     model = Llama(ModelConfig(**config))
-    name = row["drafter"] if ".py:" in row["drafter"] else row["drafter"].partition(":")[0]
-    drafter = dataclasses.replace(plugins.load_drafter(name), **_fields(str(row.get("settings"))))
+    drafter = _drafter(row, manifest, drafters)
     dtype = jnp.dtype(manifest["target"]["dtype"])
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), model.shapes())
     own = jax.eval_shape(lambda key, weights: drafter.params(key, model, weights), jax.random.key(0), params)
     return decode.Program(model, drafter), params, own
+
+
+def _drafter(row: Mapping[str, Any], manifest: Mapping[str, Any], drafters: Iterable[Drafter]) -> Drafter:
+    """The reader's own of the same settings and the same code; else one of specjax's, without a file."""
+    for drafter in drafters:
+        if repr(drafter) == row["settings"]:
+            source = getattr(sys.modules.get(type(drafter).__module__), "__file__", None)
+            shipped = type(drafter).__module__.startswith("specjax.")
+            if shipped or (source and sha256_of(Path(source)) in manifest["drafter_files"].values()):
+                return drafter
+            raise ValueError(f"{source} is not the file that the run was made with: its hash is another one")
+    name, fields = str(row["drafter"]).partition(":")[0], _fields(str(row.get("settings")))
+    if name not in plugins.available() or fields.get("checkpoint"):
+        raise ValueError("it is code or weights of a file, which reading a run does not open: name it with --drafter")
+    return dataclasses.replace(plugins.load_drafter(name), **fields)
 
 
 def _fields(settings: str) -> dict[str, Any]:

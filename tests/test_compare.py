@@ -441,6 +441,38 @@ def test_the_commands_folder_is_read_by_a_notebook_and_decoded_no_further(small,
     assert result.summary == json.loads((finished / "summary.json").read_text())
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda s: {"complete": True}, "'rows' is missing"),
+        (lambda s: s | {"rows": s["rows"][:1]}, "its rows are not the run's drafters"),
+        (lambda s: s | {"title": ["x"]}, "title is no text"),
+        (lambda s: s | {"rows": [s["rows"][0] | {"draft_s": "0.1"}, s["rows"][1]]}, "draft_s of none is '0.1'"),
+        (lambda s: s | {"rows": [{k: v for k, v in row.items() if k != "exact"} for row in s["rows"]]}, "'exact' is"),
+    ],
+)
+def test_a_complete_runs_summary_that_no_run_has_written_is_refused(small, finished, change, said):
+    file = finished / "summary.json"
+    whole = file.read_text()
+    file.write_text(json.dumps(change(json.loads(whole))))
+    try:
+        with pytest.raises(StoreError, match=said):
+            evaluate.compare(small, finished)
+    finally:
+        file.write_text(whole)
+
+
+def test_the_figures_of_a_complete_run_are_those_of_its_records(small, finished):
+    file = finished / "summary.json"
+    whole = file.read_text()
+    summary = json.loads(whole)
+    file.write_text(json.dumps(summary | {"rows": [row | {"acceptance_length": 9.0} for row in summary["rows"]]}))
+    try:
+        assert evaluate.compare(small, finished).summary == summary
+    finally:
+        file.write_text(whole)
+
+
 def test_a_result_in_memory_prints_as_the_table(small, capsys):
     result = evaluate.compare(dataclasses.replace(small, limit=1))
     assert result.folder is None

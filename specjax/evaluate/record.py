@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from specjax.types import Counts
 
+CHECKSUM = ', "crc32": '
 FIGURES = ("acceptance_length", "draft_s", "verify_s", "fetch_s", "offloaded_bytes")
 """Of a row of `summary.json`: each is a number, or `null` where it was not measured."""
 
@@ -45,11 +47,18 @@ class Record:
         values["counts"] = {
             field.name: np.asarray(getattr(self.counts, field.name)).tolist() for field in dataclasses.fields(Counts)
         }
-        return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps(values, ensure_ascii=False, allow_nan=False)
+        return f"{text[:-1]}{CHECKSUM}{zlib.crc32(text.encode())}}}\n"
 
     @classmethod
     def parse(cls, line: str) -> Record:
-        """Read a line; `ValueError`, `KeyError` and others if no run can have written it."""
+        """Read a line; `ValueError`, `KeyError` and others if no run can have written it.
+
+        Lines without a checksum are those of earlier versions; their counts are checked as all are.
+        """
+        text, known, checksum = line.rpartition(CHECKSUM)
+        if known and zlib.crc32((line := text + "}").encode()) != int(checksum.strip().removesuffix("}")):
+            raise ValueError("its checksum is another one")
         values = json.loads(line)
         if not isinstance(values, dict):
             raise ValueError(f"{values!r:.40} is no record")
@@ -106,7 +115,9 @@ def _check_counts(record: Record) -> None:
         raise ValueError("counts of unequal length")
     if min(one.min(initial=0) for one in (drafted, tested, accepted, emitted)) < 0:
         raise ValueError("negative counts")
-    if drafted.max(initial=0) > record.capacity or emitted.sum(dtype=np.int64) > len(record.tokens):
-        raise ValueError("counts of more tokens than it has")
+    if drafted.max(initial=0) > record.capacity or emitted.sum(dtype=np.int64) != max(0, len(record.tokens) - 1):
+        raise ValueError("counts of other tokens than it has: all but the first are a round's")
+    if np.any(tested > drafted):
+        raise ValueError("more drafts tested than there were")
     if np.any(accepted > np.minimum(drafted, emitted)) or np.any(emitted - 1 > accepted):
         raise ValueError("counts that no round has: accepted drafts and one more are emitted, or fewer")

@@ -70,6 +70,30 @@ def make_rows(
     ]
 
 
+def remake_rows(
+    rows: Sequence[Mapping[str, Any]], records: Sequence[Record], *, greedy: bool, seed: int = 0
+) -> list[dict[str, Any]]:
+    """A summary's rows from its records and its measurements: what a file says of its own sums is not believed.
+
+    Raises:
+      ValueError: a measurement that none can be, or none for a drafter; KeyError, TypeError: one that is missing.
+    """
+    contenders = {}
+    for row in rows:
+        values = {field.name: row[field.name] for field in dataclasses.fields(Contender)}
+        for name, value in values.items():
+            kind = str if name in ("settings", "label") else bool if name == "exact" else int | float
+            parts = list(value.values()) if isinstance(value, dict) else [] if value is None else [value]
+            if not all(isinstance(part, kind) and part == part for part in parts):
+                raise ValueError(f"{name} of {row['drafter']} is {value!r:.40}")
+        contenders[row["drafter"]] = Contender(**values)
+    made = make_rows(contenders, records, greedy=greedy, seed=seed)
+    for new, old in zip(made, rows, strict=True):
+        if new["greedy_difference"] is not None:
+            new["greedy_difference"]["margin"] = (old.get("greedy_difference") or {}).get("margin")
+    return made
+
+
 def _row(
     name: str,
     known: Contender,

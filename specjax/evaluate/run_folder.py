@@ -37,6 +37,18 @@ def record_store(path: Path | None = None, lock: FileLock | None = None) -> Stor
     )
 
 
+def _records(path: Path, manifest: Mapping[str, Any], lock: FileLock | None = None) -> Store[Record]:
+    """A folder's records, all of them of the run that its manifest describes."""
+    store = record_store(path / "prompts.jsonl", lock)
+    drafters, prompts = manifest.get("drafters"), (manifest.get("prompts") or {}).get("question_ids")
+    for number, record in enumerate(store.rows, 1):
+        for value, known in ((record.drafter, drafters), (record.question_id, prompts)):
+            if known is not None and value not in known:
+                where = f"{path / 'prompts.jsonl'}, line {number}"
+                raise StoreError(f"{where} is of {value!r:.60}, which is no part of this run: remove that line")
+    return store
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """An open folder, with its records. `summary` is that of a run that is complete."""
@@ -68,15 +80,15 @@ class RunFolder:
         else:
             _check_same(path, found, manifest)
         summary = _read_json(path / "summary.json") or {}
-        if found is not None and summary.get("complete"):
-            return cls(path, record_store(path / "prompts.jsonl"), summary)
+        if found is not None and summary.get("complete") is True:
+            return cls(path, _records(path, manifest), summary)
         lock = _lock(path, found)  # held while the folder is open
         try:
             if shutil.disk_usage(path).free < SPARE_BYTES:
                 raise StoreError(f"less than {SPARE_BYTES >> 20} MiB are free in {path}: free some, or use --out")
             if found is None:
                 write_json(path / "manifest.json", manifest)
-            return cls(path, record_store(path / "prompts.jsonl", lock))
+            return cls(path, _records(path, manifest, lock))
         except BaseException:
             lock.release()
             raise
@@ -152,7 +164,7 @@ def read_run(path: Path) -> tuple[dict[str, Any], dict[str, Any], tuple[Record, 
             raise ValueError(f"{path / 'summary.json'} is damaged ({error}): {remedy}") from error
         if all(row.get("acceptance_length") is None for row in summary["rows"]):
             raise ValueError(f"{path} holds no finished results: repeat that run's command with --out {path} to go on")
-        return summary, manifest, tuple(record_store(path / "prompts.jsonl").rows)
+        return summary, manifest, tuple(_records(path, manifest).rows)
     except StoreError as error:
         raise ValueError(str(error)) from error
     except OSError as error:

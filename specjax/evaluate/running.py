@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -18,9 +19,9 @@ from specjax.evaluate.preparation import Task, prepare
 from specjax.evaluate.progress import Lines, Silent
 from specjax.evaluate.record import Record
 from specjax.evaluate.result import Result
-from specjax.evaluate.rows import BASELINE, Contender, make_rows
+from specjax.evaluate.rows import BASELINE, Contender, make_rows, remake_rows
 from specjax.evaluate.run_folder import RunFolder, record_store
-from specjax.evaluate.store import Store
+from specjax.evaluate.store import Store, StoreError
 from specjax.memory.compiler import read as read_compiled
 from specjax.memory.measured_device import peak_bytes
 
@@ -78,7 +79,7 @@ def carry_out(
       preparing: stands around the reading of weights and the making of drafters, whose errors are the user's.
     """
     if folder is not None and folder.summary is not None:
-        return Result(task.comparison, folder.summary, tuple(folder.store.rows), task.total, folder.path)
+        return Result(task.comparison, _read_again(task, folder), tuple(folder.store.rows), task.total, folder.path)
     run = Run(task, folder, folder.store if folder else record_store())
     with preparing():
         task.target.params  # noqa: B018  read now, with a progress bar of their own
@@ -100,6 +101,24 @@ def carry_out(
     if folder is not None:
         folder.write_summary(summary)
     return Result(task.comparison, summary, tuple(run.store.rows), task.total, folder.path if folder else None, stopped)
+
+
+def _read_again(task: Task, folder: RunFolder) -> dict[str, Any]:
+    """The summary of a run that is complete, its figures made anew from the records."""
+    summary, file = dict(folder.summary or {}), folder.path / "summary.json"
+    try:
+        if [row["drafter"] for row in summary["rows"]] != list(task.drafters):
+            raise ValueError("its rows are not the run's drafters")
+        if len({key for key, record in folder.store.done.items() if record.usable}) != task.total:
+            raise ValueError(f"it says complete, and prompts.jsonl has not all of {task.total} results")
+        if not isinstance(summary["title"], str):
+            raise ValueError("title is no text")
+        greedy = task.comparison.temperature == 0
+        rows = remake_rows(summary["rows"], folder.store.rows, greedy=greedy, seed=task.comparison.seed)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise StoreError(f"{file} is damaged ({said}): remove it and repeat this command to go on") from error
+    return summary | {"rows": json.loads(json.dumps(rows))}  # as a file has them
 
 
 def _make_engines(run: Run, progress: Lines) -> None:

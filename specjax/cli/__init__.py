@@ -11,6 +11,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from specjax.cli import interrupts
 from specjax.cli.errors import Failure, Refusal
 
 COMMANDS = {
@@ -32,8 +33,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    """Run one command and return its exit code. Without arguments it is the process's own command, and may end it."""
+    with interrupts.watching():
+        code = _run(sys.argv[1:] if arguments is None else list(arguments))
+    if code == interrupts.EXIT_CODE and arguments is None:
+        interrupts.leave(code)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
     try:
         args = _parse(arguments)
         return int(importlib.import_module(COMMANDS[args.command][0]).run(args))
@@ -44,8 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"specjax: failed: {failure}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        interrupts.note()
         print("specjax: interrupted", file=sys.stderr)
-        return 130
+        return interrupts.EXIT_CODE
     except BrokenPipeError:  # the reader of our output has left
         sys.stderr.close()
         return 1

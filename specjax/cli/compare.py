@@ -21,6 +21,8 @@ from specjax.evaluate.rows import BASELINE
 from specjax.evaluate.run_folder import RunFolder, default_folder, unwritable
 from specjax.evaluate.store import StoreError
 
+PICTURE = "compare.png"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the subcommand."""
@@ -70,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
         if folder.summary is not None:
             print(f"{folder.path} is complete; this is its table. Choose another --out to run again.", file=sys.stderr)
             table.print_table(result.rows, result.title)
+            if not (folder.path / PICTURE).exists():  # killed between the two
+                plots.draw(result.rows, result.title, folder.path / PICTURE)
             return 0
         return _show(result, folder.path)
     except StoreError as error:
@@ -88,7 +92,7 @@ def _show(result: Result, folder: Path) -> int:
     if result.rows:
         table.print_table(result.rows, result.title)
         try:
-            plots.draw(result.rows, result.title, folder / "compare.png")
+            plots.draw(result.rows, result.title, folder / PICTURE)
         except OSError as error:
             raise unwritable(folder, error) from error
     return _say_goodbye(result, folder)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from specjax import plugins
-from specjax.cli import options, table
+from specjax.cli import interrupts, options, table
 from specjax.cli.errors import Failure, refusing
 from specjax.evaluate.answer import Answer
 from specjax.language_model import load_target
@@ -75,6 +75,7 @@ def _deferred_interrupt() -> Iterator[threading.Event]:
     def handler(number: int, frame: Any) -> None:
         if asked.is_set():
             raise KeyboardInterrupt
+        interrupts.note()
         asked.set()
 
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's

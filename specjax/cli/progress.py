@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from specjax.cli import interrupts
 from specjax.evaluate.progress import Lines
 
 
@@ -35,6 +36,10 @@ class Progress(Lines):
     ) -> None:
         if self.bar is not None:
             self.bar.stop()
+
+    def stop(self) -> None:
+        """Ctrl-C was heard."""
+        interrupts.note()
 
     def describe(self, text: str) -> None:
         """Say what is being done now."""

@@ -75,7 +75,7 @@ def decode_batch(engine: Engine, batch: Batch, options: Options) -> Decoded:
     begin = time.perf_counter()
     state = jax.block_until_ready(start(engine, batch, options))
     prefilled = time.perf_counter()
-    state = jax.block_until_ready(decode.run(engine.program, engine.params, engine.drafter_params, state))
+    state = wait(decode.run(engine.program, engine.params, engine.drafter_params, state))
     end = time.perf_counter()
     error: NotFiniteError | None = None
     generations: list[Generation]
@@ -84,6 +84,14 @@ def decode_batch(engine: Engine, batch: Batch, options: Options) -> Decoded:
     except NotFiniteError as stopped:
         generations, error = stopped.generations, stopped
     return Decoded(generations[: len(batch.prompts)], prefilled - begin, end - prefilled, error)
+
+
+def wait(tree: T) -> T:
+    """`jax.block_until_ready`, but Ctrl-C is heard; it looks again after a hundredth of the time that has passed."""
+    begin, leaves = time.perf_counter(), [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "is_ready")]
+    while not all(leaf.is_ready() for leaf in leaves):  # keys have no such method; one program writes them all
+        time.sleep(min(0.05, 1e-4 + 0.01 * (time.perf_counter() - begin)))
+    return tree
 
 
 def start(engine: Engine, batch: Batch, options: Options, max_new_tokens: int | None = None) -> decode.State:

@@ -22,6 +22,9 @@ class Lines:
     ) -> None:
         """End it."""
 
+    def stop(self) -> None:
+        """Take note that the work ends early: what is done is summed up."""
+
     def describe(self, text: str) -> None:
         """Say what is being done now."""
         elapsed = time.monotonic() - self.begin

@@ -96,6 +96,7 @@ def carry_out(
                     _decode(run, drafter, undone, bar)
             _measure_halves(run, bar)
         except (KeyboardInterrupt, NotFiniteError) as reason:
+            bar.stop()
             stopped = reason
     summary = _summarize(run, complete=stopped is None)
     if folder is not None:

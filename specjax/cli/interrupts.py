@@ -1,0 +1,65 @@
+"""Ctrl-C ends a command within two seconds, wherever it is.
+
+The exception that Python raises may get lost (what a garbage collection runs swallows it) or come late (a compiler does
+not look up). A thread hears of the signal at once: it asks again until the command takes note, and then ends it. What
+was kept on disk stays whole: each record was complete before the next one began.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+EXIT_CODE = 130
+ASK_AGAIN_S, PATIENCE_S = 0.8, 1.9
+_noted = threading.Event()
+
+
+def note() -> None:
+    """The command knows, and comes to its end by itself."""
+    _noted.set()
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[None]:
+    """Hear every Ctrl-C while a command runs, in the process's main thread."""
+    _noted.clear()
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_listen, args=(reader,), daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        writer.close()
+
+
+def leave(code: int) -> None:
+    """End the process without waiting for what the device still computes."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _listen(reader: socket.socket) -> None:
+    while number := reader.recv(1):
+        if number[0] != signal.SIGINT:
+            continue
+        begin = time.monotonic()
+        while not _noted.wait(ASK_AGAIN_S):
+            if time.monotonic() - begin > PATIENCE_S - ASK_AGAIN_S:
+                print("specjax: interrupted; what was finished is kept", file=sys.stderr)
+                leave(EXIT_CODE)
+            _thread.interrupt_main()

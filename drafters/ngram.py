@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from specjax.drafter import Drafter
 from specjax.types import Draft, Keys, Params, Target
+
+UNROLLED = 8
+"""Longer matches are looked for in a loop, so that what is compiled does not grow with them."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,17 @@ def find_match(
     """Where the continuation of the best match starts, and how many committed tokens it has (0: no match)."""
     slots = tokens.shape[1]
     slot = jnp.arange(slots, dtype=jnp.int32)[None]
-    run = jnp.zeros_like(tokens)  # tokens that agree, reading backwards from this slot and from the end
-    alive = slot < (length - 1)[:, None]  # a match ends before the last token: the suffix is not its own match
-    for back in range(longest):
+
+    def look_back(back: Int[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        run, alive = carry
         last = jnp.take_along_axis(tokens, jnp.maximum(length - 1 - back, 0)[:, None], 1)
         earlier = jnp.take(tokens, jnp.maximum(slot[0] - back, 0), axis=1)
         alive = alive & (slot >= back) & (length[:, None] > back) & (earlier == last)
-        run = run + alive.astype(jnp.int32)
+        return run + alive.astype(jnp.int32), alive
+
+    # tokens that agree, reading backwards from a slot and from the end; a match ends before the last token
+    run, alive = jnp.zeros_like(tokens), slot < (length - 1)[:, None]
+    run, _ = jax.lax.fori_loop(0, min(longest, slots), look_back, (run, alive), unroll=longest <= UNROLLED)
     best = jnp.max(run, 1, keepdims=True)
     end = jnp.max(jnp.where((run == best) & (run >= shortest), slot, -1), 1)
     return end + 1, jnp.where(end >= 0, length - 1 - end, 0)

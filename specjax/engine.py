@@ -61,6 +61,8 @@ class Engine:
             drafter_params = drafter.params(jax.random.key(drafter_seed), target.model, self.params)
         self.drafter_params = drafter_params
         self.cache_dtype = jnp.dtype(cache_dtype or jax.tree.leaves(self.params)[0].dtype)
+        if not jnp.issubdtype(self.cache_dtype, jnp.floating):
+            raise ValueError(f"cache_dtype={cache_dtype!r}: must be a floating dtype, as bfloat16 or float32")
 
     def __repr__(self) -> str:
         return f"Engine({self.target!r}, {self.program.drafter!r}, rule={self.program.rule!r})"

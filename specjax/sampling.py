@@ -104,7 +104,7 @@ def _keep_top(x: Float[Array, "B S V"], sampling: Sampling) -> Float[Array, "B S
     kept = ordered >= jnp.min(jnp.where(kept, ordered, jnp.inf), -1, keepdims=True)
     weight = jnp.where(kept, jnp.exp(ordered), 0)
     before = jnp.cumsum(weight, -1) - weight
-    kept &= (before < top_p * weight.sum(-1, keepdims=True)) | (top_p >= 1)
+    kept &= (before < top_p * weight.sum(-1, keepdims=True)) | (before == 0) | (top_p >= 1)  # 1e-40 may count as zero
     threshold = jnp.min(jnp.where(kept, ordered, jnp.inf), -1, keepdims=True)
     return jnp.where(rows >= threshold, rows, -jnp.inf).reshape(x.shape)
 

@@ -280,3 +280,9 @@ def test_a_cache_of_padded_heads_gives_the_same_text_and_every_drafter_pads_its_
     for prompt, text in greedy_texts[:4]:
         [answer] = engine.generate([prompt], max_new_tokens=12, seed=0)
         assert answer.tokens == text[:12]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bool", jnp.int32])
+def test_a_cache_in_a_dtype_without_fractions_is_refused(tiny, dtype):
+    with pytest.raises(ValueError, match="must be a floating dtype"):
+        Engine(LanguageModel.of(*tiny), cache_dtype=dtype)

@@ -109,8 +109,10 @@ def test_running_some_layers_equals_transformers_hidden_states(tmp_path):
         np.testing.assert_allclose(hidden, states[count].numpy(), atol=1e-5)
     _, _, taps, _ = whole(model, params, tokens(), taps=(2, 1))
     assert len(taps) == 2
-    for tap, count in zip(taps, (1, 2), strict=True):
+    for tap, count in zip(taps, (2, 1), strict=True):  # in the drafter's order
         np.testing.assert_allclose(tap, states[count].numpy(), atol=1e-5)
+    with pytest.raises(ValueError, match=r"taps \(99,\): layers 1 to 3 run"):
+        whole(model, params, tokens(), taps=(99,))
 
 
 def test_layers_that_do_not_run_leave_their_cache_alone(small):

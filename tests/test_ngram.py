@@ -26,7 +26,7 @@ def lookup(texts: list[list[int]], longest: int, shortest: int, window: int, sta
     return [tokens[row, first[row] : first[row] + min(int(count[row]), window)].tolist() for row in range(len(texts))]
 
 
-@pytest.mark.parametrize(("longest", "shortest"), [(1, 1), (3, 1), (4, 2), (2, 2)])
+@pytest.mark.parametrize(("longest", "shortest"), [(1, 1), (3, 1), (4, 2), (2, 2), (1000, 1), (20, 3)])
 def test_the_longest_then_latest_match_wins_on_random_texts(longest, shortest):
     random = np.random.default_rng(longest * 10 + shortest)
     texts = [random.integers(0, 4, random.integers(1, SLOTS)).tolist() for _ in range(400)]

@@ -173,6 +173,62 @@ def test_a_drafter_that_there_is_not_is_refused(spec, message):
         load_drafter(spec)
 
 
+CLASSES = """
+from dataclasses import dataclass
+from specjax import Drafter
+
+
+class KeywordOnly(Drafter):
+    def __init__(self, *, window):
+        self.window = window
+
+    def propose(self, keys, params, state, target):
+        return None
+
+
+@dataclass(frozen=True)
+class Raising(Drafter):
+    num_speculative_tokens: int = 3
+
+    def __post_init__(self):
+        raise KeyError("lost")
+
+    def propose(self, keys, params, state, target):
+        return None
+
+
+class Unhashable(Raising):
+    __hash__ = None
+
+    def __post_init__(self):
+        pass
+
+
+@dataclass(frozen=True)
+class Silent(Drafter):
+    num_speculative_tokens: int = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("KeywordOnly", "KeywordOnly can't be made: TypeError: .* missing 1 required keyword-only argument"),
+        ("Raising", "Raising can't be made: KeyError: 'lost'"),
+        (
+            "Unhashable",
+            "Unhashable can't be made: TypeError: unhashable type: 'Unhashable'; make it a frozen dataclass",
+        ),
+        ("Silent", "Silent has no `propose` of its own: write one"),
+    ],
+)
+def test_a_class_of_which_no_drafter_can_be_made_is_refused_with_its_name(tmp_path, name, message):
+    path = tmp_path / "classes.py"
+    path.write_text(CLASSES)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        load_drafter(f"{path}:{name}")
+
+
 # Rules.
 
 

@@ -115,6 +115,19 @@ def test_no_step_of_a_batch_of_mixed_temperatures_makes_a_nan():
     np.testing.assert_array_equal(law[0], log_probs(logits, make_sampling(4, 0.0))[0])
 
 
+@pytest.mark.parametrize(
+    "options", [{"top_p": 1e-40}, {"top_p": 1e-45}, {"top_p": 1e-38}, {"top_p": 1e-40, "top_k": 2}]
+)
+@pytest.mark.parametrize("temperature", [1.0, 1e-40, 1e38])
+def test_the_most_probable_token_is_kept_whatever_is_left_out(options, temperature):
+    logits = np.array([[0.5, 3.0, -1.0, 1.0], [2.0, 1.0, 0.0, 7.0]])
+    law = law_of(logits, **options, temperature=temperature)
+    assert law[[0, 1], [1, 3]].min() > 0
+    np.testing.assert_allclose(law.sum(-1), 1, rtol=1e-6)
+    if temperature <= 1:
+        np.testing.assert_array_equal(law, np.eye(4)[[1, 3]])
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 50.0])
 def test_no_temperature_turns_the_order_of_the_logits_upside_down(temperature):
     law = law_of([[3.0, 2.0, 1.0]], temperature=temperature)[0]

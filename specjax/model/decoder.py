@@ -257,14 +257,14 @@ class Llama:
         rotary = rotary_factors(at[:, -queries:], self.config, x.dtype)
 
         stored: list[Any] = [None] * self.num_layers if cache is None else list(cache.layers)
-        kept = []
+        kept = {}
         for index in range(first, behind):
             x, stored[index] = _run_layer(
                 self.config, params["layers"][index], x, stored[index], start, rotary, visible
             )
             if index + 1 in taps:
-                kept.append(x)
-        return Forward(x, tuple(kept), Cache(() if cache is None else tuple(stored)))
+                kept[index + 1] = x
+        return Forward(x, tuple(kept[tap] for tap in taps), Cache(() if cache is None else tuple(stored)))
 
     def logits(self, params: Params, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Final norm and head, in float32; only real ids have columns."""

@@ -51,7 +51,8 @@ def load_drafter(spec: str, settings: Mapping[str, str] | None = None, /, **valu
     name, own = split(spec)
     kind, saved = _find(name)
     given = fields.parse(kind, f"drafter {name!r}", {**(settings or {}), **own, **values})
-    return kind(**{**saved, **given})
+    made: Drafter = _make(kind, {**saved, **given})
+    return made
 
 
 def settings_of(name: str) -> dict[str, Any]:
@@ -72,8 +73,29 @@ def load_rule(spec: str) -> verify.Rule:
         kind = verify.RULES[name]
     else:
         raise ValueError(f"unknown rule {name!r}: must be one of {', '.join(verify.RULES)}, or ./file.py:Class")
-    rule: verify.Rule = kind(**fields.parse(kind, f"rule {name!r}", own))
+    rule: verify.Rule = _make(kind, fields.parse(kind, f"rule {name!r}", own))
     return rule
+
+
+def _make(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """A value of somebody's class, which can be told from others and be compiled for.
+
+    Raises:
+      ValueError: it can't be hashed, or lacks its method; whatever its constructor refuses.
+      RuntimeError: whatever else its constructor raises.
+    """
+    base, method = (Drafter, "propose") if issubclass(kind, Drafter) else (verify.Rule, "verify")
+    if getattr(kind, method, None) in (None, getattr(base, method)):
+        raise ValueError(f"{kind.__name__} has no `{method}` of its own: write one")
+    try:
+        made = kind(**values)
+        hash(made)
+    except ValueError:
+        raise
+    except Exception as error:
+        advice = "; make it a frozen dataclass whose fields have defaults" if isinstance(error, TypeError) else ""
+        raise RuntimeError(f"{kind.__name__} can't be made: {type(error).__name__}: {error}{advice}") from error
+    return made
 
 
 def split(spec: str) -> tuple[str, dict[str, str]]:

@@ -15,6 +15,7 @@ from fixtures_cli import PROMPTS, question_file, tiny_checkpoint  # noqa: F401
 from specjax import Nothing, cli, evaluate, plugins, testing, verify, weights
 from specjax.cli import compare
 from specjax.cli.errors import Failure
+from specjax.drafter import Drafter
 from specjax.engine import NotFiniteError
 from specjax.evaluate import measure, rows, run_folder
 from specjax.evaluate.comparison import Comparison
@@ -23,7 +24,7 @@ from specjax.evaluate.record import Record
 from specjax.evaluate.result import Result
 from specjax.evaluate.run_folder import RunFolder
 from specjax.evaluate.store import StoreError
-from specjax.types import Counts
+from specjax.types import Counts, Draft
 
 NGRAM = "ngram:num_speculative_tokens=2"
 BUDGET = 10
@@ -471,6 +472,30 @@ def test_the_figures_of_a_complete_run_are_those_of_its_records(small, finished)
         assert evaluate.compare(small, finished).summary == summary
     finally:
         file.write_text(whole)
+
+
+@dataclasses.dataclass(frozen=True)
+class Failing(Drafter):
+    """Fails when it is traced, for a batch of the real size only, or hands back a cache of another dtype."""
+
+    num_speculative_tokens: int = 2
+    raises: bool = True
+
+    def propose(self, keys, params, state, target):
+        if self.raises:
+            raise KeyError("lost")
+        narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), target.cache)
+        return Draft(jnp.zeros((target.tokens.shape[0], 2), jnp.int32), None, narrow, state)
+
+
+def test_a_drafter_that_fails_costs_the_others_nothing(small):
+    drafters = {"raising": Failing(), "casting": Failing(raises=False), "fine": plugins.load_drafter("ngram")}
+    result = evaluate.compare(dataclasses.replace(small, drafters=drafters, limit=1), progress=None)
+    assert [row["drafter"] for row in result.rows] == ["none", "raising", "casting", "fine"]
+    assert (result.failed, result.done, result.summary["complete"]) == (["raising", "casting"], 2, False)
+    assert "raising: failed: RuntimeError: drafter Failing can't be traced: KeyError: 'lost'" in repr(result)
+    assert "casting: failed: DraftError: Failing: its target's cache must keep its tree" in repr(result)
+    assert result.rows[3]["acceptance_length"] >= 1
 
 
 def test_a_result_in_memory_prints_as_the_table(small, capsys):

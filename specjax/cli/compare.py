@@ -107,5 +107,8 @@ def _say_goodbye(result: Result, folder: Path) -> int:
     if result.stopped is not None:
         print(f"specjax: interrupted; {kept}: the same command with this --out goes on from there", file=sys.stderr)
         return 130
+    if result.failed:
+        why = "; ".join(f"{row['drafter']} {row['label']}" for row in result.rows if row["drafter"] in result.failed)
+        raise Failure(f"{why}. {kept}: mend it, and the same command with this --out goes on")
     print(f"{kept}: prompts.jsonl, manifest.json, summary.json, compare.png", file=sys.stderr)
     return 0

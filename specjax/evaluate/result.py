@@ -34,6 +34,11 @@ class Result:
         return str(self.summary["title"])
 
     @property
+    def failed(self) -> list[str]:
+        """Drafters whose code failed; the row's label says how."""
+        return [row["drafter"] for row in self.rows if row["exact"] is None]
+
+    @property
     def done(self) -> int:
         """Prompts that were decoded, each drafter's counted."""
         return len({(record.drafter, record.question_id) for record in self.records if record.usable})

@@ -21,7 +21,7 @@ class Contender:
 
     settings: str  # the drafter, as it prints itself
     label: str
-    exact: bool
+    exact: bool | None  # None: its code failed
     compile_s: float | None = None
     draft_s: float | None = None
     verify_s: float | None = None
@@ -182,7 +182,7 @@ def _notes(row: Mapping[str, Any]) -> list[str]:
     notes = [row["label"]] if row["label"] else []
     if row["drafter"] != BASELINE and row["speedup"] is not None and row["speedup"] < 1:
         notes.append(f"does not pay here: {row['speedup']:.2f} x the speed of none")
-    if not row["exact"]:
+    if row["exact"] is False:
         notes.append("approximate: the rule is not proven to keep the target's probabilities")
     if (difference := row["greedy_difference"]) is not None:
         notes.append(

@@ -61,6 +61,20 @@ class Run:
     session: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
     contenders: dict[str, Contender] = field(default_factory=dict)
     compiled: set[tuple[str, int]] = field(default_factory=set)
+    failed: dict[str, str] = field(default_factory=dict)  # drafters whose code raised, and what: the others go on
+
+    @contextlib.contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """Leave a drafter out from here on if its own code fails."""
+        try:
+            yield
+        except (StoreError, NotFiniteError):
+            raise
+        except Exception as error:
+            if name == BASELINE:
+                raise
+            del self.engines[name]
+            self.failed[name] = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
     def keep(self, record: Record) -> None:
         """Keep a record, on disk where there is a folder."""
@@ -89,16 +103,18 @@ def carry_out(
             with preparing():
                 _make_engines(run, bar)
             bar.describe("accounting for memory")
-            for name, engine in run.engines.items():
-                run.contenders[name] = Contender.of(engine, task.comparison.batch_size, max(task.capacities))
+            for name, engine in list(run.engines.items()):
+                with run.attempt(name):
+                    run.contenders[name] = Contender.of(engine, task.comparison.batch_size, max(task.capacities))
             for names in task.batches():
                 for drafter, undone in _turns(run, names, bar):
-                    _decode(run, drafter, undone, bar)
+                    with run.attempt(drafter):
+                        _decode(run, drafter, undone, bar)
             _measure_halves(run, bar)
         except (KeyboardInterrupt, NotFiniteError) as reason:
             bar.stop()
             stopped = reason
-    summary = _summarize(run, complete=stopped is None)
+    summary = _summarize(run, complete=stopped is None and not run.failed)
     if folder is not None:
         folder.write_summary(summary)
     return Result(task.comparison, summary, tuple(run.store.rows), task.total, folder.path if folder else None, stopped)
@@ -132,7 +148,7 @@ def _make_engines(run: Run, progress: Lines) -> None:
 
 def _turns(run: Run, names: Sequence[str], progress: Lines) -> Iterator[tuple[str, list[str]]]:
     """Every drafter, in turn, with what it has not done of a batch."""
-    for drafter in run.engines:
+    for drafter in list(run.engines):
         kept = {name: run.store.done.get((drafter, name)) for name in names}
         undone = [name for name, record in kept.items() if record is None or not record.usable]
         progress.advance(len(names) - len(undone))
@@ -195,7 +211,12 @@ def _measure_halves(run: Run, progress: Lines) -> None:
 
 def _summarize(run: Run, complete: bool) -> dict[str, Any]:
     task, comparison = run.task, run.task.comparison
-    rows = make_rows(run.contenders, run.store.rows, greedy=comparison.temperature == 0, seed=comparison.seed)
+    failed = {
+        name: Contender(settings=repr(task.drafters[name]), label=why, exact=None) for name, why in run.failed.items()
+    }
+    known = run.contenders | failed
+    contenders = {name: known[name] for name in task.drafters if name in known}
+    rows = make_rows(contenders, run.store.rows, greedy=comparison.temperature == 0, seed=comparison.seed)
     for row in rows:
         if complete and row["greedy_difference"] is not None:
             row["greedy_difference"]["margin"] = _margin(run, row["greedy_difference"])

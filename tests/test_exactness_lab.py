@@ -1,6 +1,7 @@
 """The lab itself: verdicts, errors, error rates, rules by name, and targets that can't be enumerated."""
 
 import json
+import types
 from dataclasses import dataclass, replace
 
 import jax
@@ -221,6 +222,35 @@ def test_the_command_line_prints_the_verdict_and_returns_it(capsys, report):
     assert "PASS" in capsys.readouterr().out
     assert cli.main(["exactness", "--drafter", "none", "--rule", "nothing"]) == 2
     assert "unknown rule" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seed", "-1"], "--seed"),
+        (["--set", "exit_layer=1"], "--set exit_layer=1: name the drafter whose field it is, with --drafter"),
+        (["--output", "/no/such/folder/report.json"], "No such file or directory"),
+        (["--drafter", "{file}:Raising"], "with rule token can't be tested: KeyError: 'lost'"),
+    ],
+)
+def test_what_cannot_be_tested_is_refused_in_a_line_before_the_test(tmp_path, capsys, words, message):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import dataclass\nfrom specjax import Drafter\n\n\n@dataclass(frozen=True)\n"
+        "class Raising(Drafter):\n    num_speculative_tokens: int = 2\n\n"
+        "    def propose(self, keys, params, state, target):\n        raise KeyError('lost')\n"
+    )
+    assert cli.main(["exactness", "--target", "table", *(word.format(file=file) for word in words)]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_a_report_that_is_no_distribution_fails():
+    spread = {"drawn": 1000.0, "replayed": 1000.0, "chance": 2000.0, "spread": -4000.0}
+    tally = types.SimpleNamespace(**{name: np.array([[value]]) for name, value in spread.items()})
+    [result] = identity.replay_results(tally, slice(None))
+    assert (result.adjusted, "what is reported is no distribution" in result.where) == (0, True)
 
 
 def test_a_betting_test_may_be_watched_at_every_step():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from specjax import plugins, verify
 from specjax.cli import options
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="total variation to be caught with 99 %% probability; with less power the verdict is INCONCLUSIVE "
         f"(default {lab.DETECT:g}; a checkpoint: {large.DETECT:g}, of the transform's law)",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=options.seed, default=0)
     parser.add_argument("--output", metavar="FILE.json", help="write the report, and a picture beside it")
 
 
@@ -55,14 +56,33 @@ def run(args: argparse.Namespace) -> int:
       0 for PASS (and for the measured divergence of an approximate rule), 1 for FAIL, 2 for INCONCLUSIVE
       and for bad input.
     """
+    if args.set and not args.drafter:
+        raise Refusal(f"--set {args.set[0]}: name the drafter whose field it is, with --drafter")
+    with refusing():
+        if args.output:
+            _check_writable(Path(args.output))
     try:
         report = _report(args)
+    except Refusal:
+        raise
     except ValueError as error:
         raise Refusal(str(error)) from error
+    except Exception as error:  # of a drafter's or a rule's own code
+        what = f"{args.drafter or 'the drafter'} with rule {args.rule}"
+        raise Refusal(f"{what} can't be tested: {type(error).__name__}: {' '.join(str(error).split())}") from error
     print(report)
     if args.output:
         print("  written     " + ", ".join(str(path) for path in report.save(args.output)))
     return EXIT_CODES.get(report.verdict, 0)
+
+
+def _check_writable(path: Path) -> None:
+    """Found out before the test, not after it."""
+    there = path.exists()
+    with path.open("a"):
+        pass
+    if not there:
+        path.unlink()
 
 
 def _report(args: argparse.Namespace) -> Report:

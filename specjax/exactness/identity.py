@@ -72,7 +72,11 @@ def replay_results(tally: Tally, cases: slice = slice(None)) -> list[TestResult]
     results = []
     sums = (np.asarray(part)[cases].sum(0) for part in (tally.drawn, tally.replayed, tally.chance, tally.spread))
     for position, (drawn, replayed, chance, spread) in enumerate(zip(*sums, strict=True)):
-        own = drawn > 0 and replayed - chance > 8 * math.sqrt(spread + 1)
+        if not -1 - 1e-4 * drawn <= spread <= drawn:  # of q^2 (1 - q^2) a draw: beyond rounding, some q is above 1
+            where = f"draft {position}: what is reported is no distribution"
+            results.append(certain("replay", where, float(spread), False))
+            continue
+        own = drawn > 0 and replayed - chance > 8 * math.sqrt(max(spread, 0) + 1)
         missed = drawn - replayed
         where = f"draft {position}: {int(missed):,} of {int(drawn):,} are not drawn from the law reported"
         if own:

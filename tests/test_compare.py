@@ -498,6 +498,11 @@ def test_a_drafter_that_fails_costs_the_others_nothing(small):
     assert result.rows[3]["acceptance_length"] >= 1
 
 
+def test_a_batch_of_more_rows_than_prompts_is_refused(small):
+    with pytest.raises(ValueError, match="batch_size=100000: there are 1 prompts to decode together"):
+        evaluate.compare(dataclasses.replace(small, limit=1, batch_size=100_000))
+
+
 def test_a_result_in_memory_prints_as_the_table(small, capsys):
     result = evaluate.compare(dataclasses.replace(small, limit=1))
     assert result.folder is None

@@ -1,6 +1,7 @@
 """Prompt files and the fixed sample."""
 
 import json
+import time
 from collections import Counter
 
 import pytest
@@ -94,3 +95,13 @@ def test_a_row_is_a_prompts_place_in_its_file_whatever_the_sample(tmp_path):
     lines = [{"question_id": i, "category": "ab"[i % 2], "turns": ["x"]} for i in range(6)]
     path.write_text("\n".join(json.dumps(line) for line in lines))
     assert [prompt.row for prompt in prompts.select(prompts.load(path), ["b"])] == [1, 3, 5]
+
+
+def test_a_double_id_among_many_prompts_is_refused_at_once(tmp_path):
+    line = '{{"question_id": "{0}", "turns": ["x"]}}\n'
+    file = tmp_path / "many.jsonl"
+    file.write_text("".join(line.format(i) for i in range(60_000)) + line.format(59_999))
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match="'59999' stands there twice"):
+        prompts.load(file)
+    assert time.monotonic() - begin < 5  # it took 47 s to count each id among all

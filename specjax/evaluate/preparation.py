@@ -118,6 +118,8 @@ def prepare(comparison: Comparison) -> Task:
     for drafter in drafters.values():
         target.check(drafter)
     chosen = {prompt.question_id: prompt for prompt in _choose(source, target, comparison)}
+    if comparison.batch_size > len(chosen):
+        raise ValueError(f"batch_size={comparison.batch_size}: there are {len(chosen)} prompts to decode together")
     tokens = {name: target.encode(prompt.text, comparison.system) for name, prompt in chosen.items()}
     _check_lengths(tokens, comparison.max_new_tokens, target.model.context_length)
     return Task(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -71,9 +72,8 @@ def _read(name: str, content: bytes) -> PromptSet:
     prompts = tuple(_parse(line, f"{name}, line {number}", row) for row, (number, line) in enumerate(numbered))
     if not prompts:
         raise ValueError(f"{name} holds no prompts: give a file of JSON lines with question_id, category and turns")
-    ids = [prompt.question_id for prompt in prompts]
-    if len(set(ids)) < len(ids):
-        twice = next(name for name in ids if ids.count(name) > 1)
+    twice, count = Counter(prompt.question_id for prompt in prompts).most_common(1)[0]
+    if count > 1:
         raise ValueError(f"{name}: question_id {twice!r} stands there twice: results are kept by it, make it unique")
     return PromptSet(name, prompts, hashlib.sha256(content).hexdigest())
 

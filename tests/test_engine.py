@@ -140,6 +140,9 @@ from specjax import Drafter
 @dataclass(frozen=True)
 class Mine(Drafter):
     width: int = 2
+
+    def propose(self, context):
+        raise NotImplementedError
 """
 
 
@@ -178,11 +181,14 @@ def test_a_drafter_file_that_is_missing_or_raises_is_named_with_its_error(tmp_pa
             load_drafter(str(path))
 
 
-def test_a_drafter_without_a_proposal_is_an_error_at_the_first_round(tiny, tmp_path):
+def test_a_drafter_without_a_proposal_is_refused_when_it_is_made_and_one_that_raises_at_the_first_round(tiny, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(MINE)
     with pytest.raises(NotImplementedError):
         Engine(LanguageModel.of(*tiny), load_drafter(str(path))).generate([[1]], max_new_tokens=3, seed=0)
+    path.write_text(MINE[: MINE.index("    def propose")])
+    with pytest.raises(ValueError, match="Mine has no `propose` of its own: write one"):
+        load_drafter(str(path))
 
 
 # Results.

@@ -18,7 +18,7 @@ from scipy.optimize import brentq
 
 from specjax import decode, testing
 from specjax.engine import Engine
-from specjax.exactness import lab, large, sampler, statistics
+from specjax.exactness import lab, large, sampler, statistics, transform
 from specjax.exactness.experiment import Setting, make_cases
 from specjax.exactness.statistics import TestResult
 from specjax.exactness.subjects import Laws, Subject, dirichlet_laws, instances, table
@@ -46,9 +46,12 @@ def transform_alarms(seeds: Sequence[int], sequences: int = 64, new_tokens: int 
     engine, plain = Engine(target, "early-exit:exit_layer=1"), Engine(target)
     alarms = dict.fromkeys(large.SHARES, 0)
     for seed in seeds:
-        values, found = large.collect(engine, texts, 2 * seed)
-        _, others = large.collect(plain, texts, 2 * seed + 1, transform=False)
-        results = [*large.transform_tests(values), large.two_sample_test(found, others, prompts, seed)]
+        found = large.collect(engine, texts, 2 * seed)
+        others = large.collect(plain, texts, 2 * seed + 1, transformed=False)
+        results = [
+            *transform.transform_tests(found.values),
+            large.two_sample_test(found.tokens, others.tokens, prompts, seed),
+        ]
         _count(alarms, results)
     return alarms
 

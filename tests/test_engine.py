@@ -141,7 +141,7 @@ from specjax import Drafter
 class Mine(Drafter):
     width: int = 2
 
-    def propose(self, context):
+    def propose(self, keys, params, state, target):
         raise NotImplementedError
 """
 

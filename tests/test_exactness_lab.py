@@ -1,7 +1,6 @@
 """The lab itself: verdicts, errors, error rates, rules by name, and targets that can't be enumerated."""
 
 import json
-import types
 from dataclasses import dataclass, replace
 
 import jax
@@ -25,13 +24,14 @@ from specjax.exactness import (
     oracle,
     statistics,
 )
-from specjax.exactness.mutants import FAULTS, VERIFY_MUTANTS
+from specjax.exactness.mutants import FAULTS, VERIFY_MUTANTS, conditions
+from specjax.exactness.mutants.conditions import CONDITIONAL, ConditionalLiars
 from specjax.exactness.subjects import instances, llama_subject
 from specjax.language_model import LanguageModel
 
 PLAIN = (Setting(1.0),)
 SUBJECT, RIGHT = instances(1)[0]
-QUICK = {"target": SUBJECT, "settings": PLAIN, "samples": 1 << 14, "detect": 0.2}
+QUICK = {"target": SUBJECT, "settings": PLAIN, "samples": 1 << 14, "detect": 0.2, "conditions": ()}
 
 MINE = '''
 from dataclasses import dataclass
@@ -92,6 +92,41 @@ def test_a_drafter_that_lies_about_q_is_caught_and_one_that_proposes_badly_passe
     assert report.deviations
     assert "position 1" in report.deviations[0].where
     assert "looks like" in str(report)
+
+
+LIARS = ConditionalLiars(3, *(lambda right: (right.order, right.seed))(instances(3)[0][1]))
+
+
+def run_liar(name, own_noise):
+    """At the default size of the conditions; the mixed batches are small."""
+    subject, _ = instances(3)[0]
+    seed = conditions.seed_of(name, own_noise)
+    mixed = lab.Experiment(decode.Program(subject.model, LIARS), subject, drafter_seed=seed)
+    small = 16
+    asked = [replace(condition, share=condition.share * small) for condition in lab.CONDITIONS]
+    samples = lab.SAMPLES // 2 // small
+    return lab.run([mixed, *lab.under(mixed, asked)], samples, lab.ALPHA, 0.3, seed=0, later=lab.LATER_TEXTS)
+
+
+@pytest.mark.parametrize("own_noise", [False, True], ids=["the round's noise", "its own noise"])
+@pytest.mark.parametrize("name", [name for name in CONDITIONAL if name != conditions.HONEST])
+def test_a_drafter_that_lies_under_a_condition_is_caught_there(name, own_noise):
+    report = run_liar(name, own_noise)
+    assert report.verdict == "FAIL"
+    assert ("replay" in report.killers()) is not own_noise
+
+
+def test_the_report_says_what_it_covered():
+    report = run_liar(conditions.HONEST, True)
+    assert report.passed, str(report)
+    assert [(part.rows, part.texts) for part in report.coverage] == [
+        (1024, (7, 10)), (1, (7, 10)), (4, (30, 77)), (2048, (44, 175)),
+    ]  # fmt: skip
+    assert all(len(part.drafted) == 4 and part.drafted[0] > 0 and part.drafted[3] > 0 for part in report.coverage)
+    text = str(report)
+    for part in ("one row a batch: 32,768 sequences, batches of 1, texts of 7 to 10 tokens, 0 to 3 drafts a round",
+                 "temperature 1.5", "top-k 3, top-p 0.8", "top-k 3, min-p 0.15", "top-p 0.9, min-p 0.2"):  # fmt: skip
+        assert part in text
 
 
 def test_approximate_rules_are_measured_and_never_called_exact():
@@ -217,9 +252,13 @@ def test_bad_input_is_refused_with_the_fix():
 
 
 def test_the_command_line_prints_the_verdict_and_returns_it(capsys, report):
-    options = ["--drafter", "none", "--target", "llama", "--temperature", "0", "--samples", "4096"]
-    assert cli.main(["exactness", *options]) == 0
-    assert "PASS" in capsys.readouterr().out
+    options = ["--drafter", "none", "--target", "table", "--temperature", "0", "--samples", "4096"]
+    assert cli.main(["exactness", *options]) == 2
+    heard = capsys.readouterr()
+    assert "INCONCLUSIVE" in heard.out
+    assert "nothing was drafted: this tested plain decoding, neither the drafter nor the rule" in heard.out
+    assert heard.err.splitlines()[0].startswith("[  0/6656     0 s] predicted 28 s: 7 s a program compiled and ")
+    assert "table V=4 seed=5, one row a batch" in heard.err
     assert cli.main(["exactness", "--drafter", "none", "--rule", "nothing"]) == 2
     assert "unknown rule" in capsys.readouterr().err
 
@@ -241,15 +280,14 @@ def test_what_cannot_be_tested_is_refused_in_a_line_before_the_test(tmp_path, ca
         "    def propose(self, keys, params, state, target):\n        raise KeyError('lost')\n"
     )
     assert cli.main(["exactness", "--target", "table", *(word.format(file=file) for word in words)]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]  # of progress
+    assert message in said[0]
+    assert len(said) == 1
 
 
 def test_a_report_that_is_no_distribution_fails():
-    spread = {"drawn": 1000.0, "replayed": 1000.0, "chance": 2000.0, "spread": -4000.0}
-    tally = types.SimpleNamespace(**{name: np.array([[value]]) for name, value in spread.items()})
-    [result] = identity.replay_results(tally, slice(None))
+    drawn, replayed, chance, spread = 1000.0, 1000.0, 2000.0, -4000.0
+    [result] = identity.replay_results([np.array([[value]]) for value in (drawn, replayed, chance, spread)])
     assert (result.adjusted, "what is reported is no distribution" in result.where) == (0, True)
 
 

@@ -45,6 +45,15 @@ def test_a_scale_rounded_down_still_clips():
     ).all()  # 3 bits, then subnormals
 
 
+def test_scales_are_float32_a_channel_s_largest_weight_comes_back_as_it_was():
+    """Fault: scales rounded to bfloat16, which moves it by up to 0.4 %."""
+    weight = np.random.default_rng(5).normal(size=(256, 32)).astype(np.float32)
+    values, scale = back(weight)
+    largest = np.abs(weight).argmax(1)[:, None]
+    found, given = (np.take_along_axis(part, largest, 1) for part in (values * scale[:, None], weight))
+    np.testing.assert_allclose(found, given, rtol=3e-7)
+
+
 @pytest.mark.parametrize("channel", [[0.0] * 4, [1e-30, 0, -1e-30, 0], [1e-38, 0, 0, 0], [3e38, -3e38, 0, 1]])
 def test_empty_tiny_and_huge_channels_stay_finite_and_zeros_stay_zero(channel):
     values, scale = back([channel, [1, 2, 3, 4]])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from specjax import plugins, verify
 from specjax.cli import options
 from specjax.cli.errors import Refusal, refusing
+from specjax.cli.progress import Progress
 from specjax.exactness import lab, large
 from specjax.exactness.experiment import Setting
 from specjax.exactness.report import FAIL, INCONCLUSIVE, PASS, Report
@@ -98,19 +98,26 @@ def _report(args: argparse.Namespace) -> Report:
     enumerated = args.target in ("auto", "table", "llama")
     samples = (lab.SAMPLES if enumerated else large.SEQUENCES) if args.samples is None else args.samples
     detect = (lab.DETECT if enumerated else large.DETECT) if args.detect is None else args.detect
-    if enumerated:
-        return lab.check(
-            drafter, rule=rule, target=args.target, settings=settings, samples=samples, alpha=args.alpha,
-            detect=detect, seed=args.seed, progress=_progress,
-        )  # fmt: skip
-    if drafter is None:
+    if drafter is None and not enumerated:
         raise ValueError(f"target {args.target}: name a drafter to test with it, e.g. --drafter fp8")
-    return large.check_large(
-        drafter, args.target, rule=rule, setting=settings[0] if len(settings) == 1 else large.SETTING,
-        sequences=samples, alpha=args.alpha, detect=detect, seed=args.seed, progress=_progress,
-    )  # fmt: skip
+    own = 1 if drafter else 2
+    with Progress(lab.sequences(samples, own) if enumerated else large.sequences(samples)) as bar:
+        heard = ""
 
+        def progress(what: str, count: int) -> None:
+            nonlocal heard
+            bar.advance(count)
+            if what != heard:
+                bar.describe(heard := what)
 
-def _progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        if enumerated:
+            seconds = lab.predicted_seconds(samples, own)
+            bar.describe(f"predicted {seconds:.0f} s: {lab.PREDICTION}")
+            return lab.check(
+                drafter, rule=rule, target=args.target, settings=settings, samples=samples, alpha=args.alpha,
+                detect=detect, seed=args.seed, progress=progress,
+            )  # fmt: skip
+        return large.check_large(
+            drafter or "", args.target, rule=rule, setting=settings[0] if len(settings) == 1 else large.SETTING,
+            sequences=samples, alpha=args.alpha, detect=detect, seed=args.seed, progress=progress,
+        )  # fmt: skip

@@ -28,7 +28,7 @@ def explain(
         if counts.sum() > 0 and {"joint", "conditional", "sequential"} & tests:
             found += _contexts(case, joint, counts, tests)
     for result in rejected:
-        if result.test in ("replay", "efficiency", "identity") and len(found) < most:
+        if result.test in _OTHER and len(found) < most:
             found.append((0.0, Deviation(f"{result.test}: {result.where}", (), 0.0, _OTHER[result.test])))
     found.sort(key=lambda item: -item[0])
     return tuple(deviation for _, deviation in found[:most])
@@ -59,7 +59,10 @@ def _contexts(case: Case, joint: Joint, counts: np.ndarray, tests: set[str]) -> 
 _OTHER = {
     "replay": "a law reported that is not the one drawn from: another dtype, temperature or filter",
     "efficiency": "right tokens at a lower rate than sum min(p, q) (q not used), or counters that count other tokens",
-    "identity": "an acceptance threshold or residual that is not min(1, p / q) and norm(max(p - q, 0))",
+    "later": "a fault that the first tokens don't show: one that needs a longer text, or more rounds",
+    "transform": "mass moved along log q - log p: the acceptance test or the residual, in texts that are long enough",
+    "identity": "an acceptance threshold or residual that is not min(1, p / q) and norm(max(p - q, 0)), or an "
+    "overlap counted that is not sum min(r, q)",
 }
 
 

@@ -52,6 +52,34 @@ SETTINGS = (
 )
 """The default panel. Rows of all settings share a batch."""
 
+WIDE = (
+    Setting(1.0),
+    Setting(0.0),
+    Setting(1.5),
+    Setting(1.3, top_k=3, top_p=0.8),
+    Setting(1.2, top_k=3, min_p=0.15),
+    Setting(0.9, top_p=0.9, min_p=0.2),
+)
+"""What the conditions are tested with: heat, and every pair of filters."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """How texts are batched, and how long they are: what a drafter or a rule might depend on."""
+
+    name: str
+    rows: int = 0  # that decode together, under one setting; 0: a whole batch, its settings mixed
+    longer: tuple[int, ...] = ()  # tokens put in front of the prompts, of contexts in turn
+    share: float = 1.0  # sequences, as a part of those of the mixed batches
+
+
+MIXED = Condition("mixed batches")
+CONDITIONS = (
+    Condition("one row a batch", rows=1, share=1 / 16),
+    Condition("four rows alike a batch, long prompts", rows=4, longer=(20, decode.PREFILL_CHUNK + 3), share=1 / 16),
+)
+LATER = Condition("later tokens of mixed batches, by their transform", longer=(0, 2 * decode.PREFILL_CHUNK + 3))
+
 Loop = Callable[[decode.Program, Params, Params, decode.State], decode.State]
 
 
@@ -66,6 +94,7 @@ class Experiment:
     new_tokens: int = 0
     loop: Loop = decode.run
     end_id: int = -1  # behind it, a continuation is filled up with it
+    condition: Condition = MIXED
 
     @property
     def length(self) -> int:
@@ -80,9 +109,25 @@ class Experiment:
     @property
     def names(self) -> list[str]:
         """Of the cases, in the order of their numbers."""
-        contexts = self.subject.contexts
-        after = [f", after {list(prompts[0])}" if len(contexts) > 1 else "" for prompts in contexts]
-        return [f"{setting}{place}" for place in after for setting in self.settings]
+        contexts = self.contexts
+        after = [f", after {_short(prompts[0])}" if len(contexts) > 1 else "" for prompts in contexts]
+        kind = "" if self.condition == MIXED else f", {self.condition.name}"
+        return [f"{setting}{place}{kind}" for place in after for setting in self.settings]
+
+    @functools.cached_property
+    def contexts(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """The target's, or as many as the condition makes of them by longer prompts."""
+        contexts, longer = self.subject.contexts, self.condition.longer
+        if not longer:
+            return contexts
+        most = self.subject.model.context_length - self.length - max(len(c[-1]) for c in contexts)
+        numbers = range(max(len(contexts), len(longer)))
+        return tuple(
+            ((*self._filler(min(longer[i % len(longer)], most)), *contexts[i % len(contexts)][-1]),) for i in numbers
+        )
+
+    def _filler(self, length: int) -> tuple[int, ...]:
+        return tuple(i * i % self.subject.tokens for i in range(length))
 
     @functools.cached_property
     def joints(self) -> list[Joint]:
@@ -90,7 +135,7 @@ class Experiment:
         target = self.subject
         laws = [
             enumerate_joint(target.model, target.params, prompts[-1], s.sampler(), self.length, target.tokens)
-            for prompts in target.contexts
+            for prompts in self.contexts
             for s in self.settings
         ]
         return laws if self.end_id < 0 else [law.stopped(self.end_id) for law in laws]
@@ -113,12 +158,13 @@ class Cases:
 
 def make_cases(experiment: Experiment, batch: int = BATCH) -> Cases:
     """Lay out a batch. Each context has as many rows as every other, up to rounding."""
-    contexts, settings = experiment.subject.contexts, experiment.settings
+    contexts, settings = experiment.contexts, experiment.settings
     longest = max(map(len, contexts))
     rows = [
         (context * len(settings) + index, prompt, setting)
         for index, setting in enumerate(settings)
-        for context, prompts in enumerate(contexts)
+        for context, prompts in [*enumerate(contexts)]
+        * max(experiment.condition.rows, 1)  # whole groups of one setting
         for prompt in (prompts * longest * setting.weight)[: longest * setting.weight]
     ]
     rows = [rows[i % len(rows)] for i in range(batch)]
@@ -134,3 +180,7 @@ def make_cases(experiment: Experiment, batch: int = BATCH) -> Cases:
         jnp.full((1,), experiment.end_id, jnp.int32), sampling.make_sampling(batch, **columns),
     )  # fmt: skip
     return Cases(prompts, np.array([case for case, _, _ in rows], np.int32), len(contexts) * len(settings))
+
+
+def _short(prompt: Sequence[int]) -> str:
+    return str(list(prompt)) if len(prompt) < 12 else f"{len(prompt)} tokens"

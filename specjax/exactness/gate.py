@@ -23,7 +23,7 @@ from specjax import verify
 from specjax.types import Cache, Draft
 
 Law = Callable[[tuple[int, ...]], np.ndarray]
-Outcome = tuple[np.ndarray, np.ndarray, np.ndarray]  # path, accepted, law
+Outcome = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # path, accepted, law, overlap
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
 BISECTIONS = {"float64": 55, "float32": 30}
 
@@ -81,7 +81,14 @@ def applies(rule: verify.Rule) -> bool:
 def law_of(
     rule: verify.DecisionRule, p: Law, proposal: Proposal, vocab: int, dtype: str = "float64"
 ) -> tuple[np.ndarray, float]:
-    """The joint law of one round's tokens, completed by the target, and the mean number accepted.
+    """`enumerate_round`, without the overlap."""
+    return enumerate_round(rule, p, proposal, vocab, dtype)[:2]
+
+
+def enumerate_round(
+    rule: verify.DecisionRule, p: Law, proposal: Proposal, vocab: int, dtype: str = "float64"
+) -> tuple[np.ndarray, float, float]:
+    """The joint law of one round's tokens, completed by the target, the mean number accepted, and the mean overlap.
 
     Args:
       p: the target's law after a context.
@@ -104,7 +111,7 @@ def law_of(
             return jax.device_get(_decide(rule, given, draft, jnp.asarray(u, dtype)))
 
         wanted = np.tile(patterns, (len(drafts[0]), 1))
-        chance, (path, accepted, law), monotone = _patterns(run, wanted, dtype)
+        chance, (path, accepted, law, overlap), monotone = _patterns(run, wanted, dtype)
     if not monotone.all():
         raise ValueError(
             f"rule {rule!r}: a node must be accepted exactly for uniforms below some threshold; "
@@ -121,13 +128,13 @@ def law_of(
         for token in np.flatnonzero(law[row] > 0):
             prefix = (*taken, int(token))
             joint[prefix] += weight[row] * float(law[row, token]) * rest(prefix)
-    return joint, float(np.sum(weight * accepted))
+    return joint, float(np.sum(weight * accepted)), float(np.sum(weight * overlap))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _decide(rule: verify.DecisionRule, log_p: jax.Array, draft: Draft, u: jax.Array) -> Any:
     verdict = rule.decide(log_p, draft, jnp.ones(draft.tokens.shape, bool), u)
-    return verdict.path, verdict.accepted, verdict.probs
+    return verdict.path, verdict.accepted, verdict.probs, verdict.overlap
 
 
 def _patterns(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from specjax import sampling
 from specjax.types import Model, Params, Sampling
@@ -85,15 +86,18 @@ def enumerate_joint(
     prefixes = np.array(list(itertools.product(range(vocab), repeat=length - 1)), np.int32).reshape(-1, length - 1)
     tokens = np.concatenate([np.tile(np.asarray(prompt, np.int32), (len(prefixes), 1)), prefixes], 1)
     wide = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], tokens.shape[:1]), sampler)
-    found = np.asarray(_laws(model, length, params, jnp.asarray(tokens), wide), np.float64)
+    window = jnp.broadcast_to(jnp.arange(len(prompt), len(prompt) + length, dtype=jnp.int32), (len(tokens), length))
+    found = np.asarray(laws_at(model, params, jnp.asarray(tokens), window, wide), np.float64)
     laws = (found / found.sum(-1, keepdims=True))[..., :vocab]
     return Joint(vocab, length, tuple(laws[:: vocab ** (length - 1 - t), t] for t in range(length)))
 
 
-@functools.partial(jax.jit, static_argnames=("model", "length"))
-def _laws(model: Model, length: int, params: Params, tokens: jax.Array, sampler: Sampling) -> jax.Array:
-    rows = tokens.shape[0]
-    cache = model.init_cache(rows, tokens.shape[1], jnp.float32)
-    out = model.forward(params, tokens, cache, jnp.zeros((rows,), jnp.int32))
-    logits = model.logits(params, out.hidden[:, -length:])[..., : model.vocab_size]
-    return jnp.exp(sampling.log_probs(logits, sampler))
+@functools.partial(jax.jit, static_argnames=("model",))
+def laws_at(
+    model: Model, params: Params, tokens: Int[Array, "B T"], window: Int[Array, "B N"], filters: Sampling
+) -> Float[Array, "B N V"]:
+    """The target's laws of the tokens at `window`, from one pass over finished texts: no draft, no rollback."""
+    cache = model.init_cache(tokens.shape[0], tokens.shape[1], jnp.float32)
+    hidden = model.forward(params, tokens, cache, jnp.zeros(tokens.shape[:1], jnp.int32)).hidden
+    logits = model.logits(params, jnp.take_along_axis(hidden, window[..., None] - 1, 1))[..., : model.vocab_size]
+    return jnp.exp(sampling.log_probs(logits, filters))

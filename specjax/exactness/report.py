@@ -47,6 +47,29 @@ class Deviation:
 
 
 @dataclass(frozen=True)
+class Coverage:
+    """What one part of the test decoded."""
+
+    condition: str
+    rows: int  # of a batch
+    texts: tuple[int, int]  # tokens of the shortest and of the longest one, prompt included
+    settings: tuple[str, ...]
+    drafted: tuple[int, ...]  # rounds, by the number of drafts that they had to verify
+    sequences: int
+    detectable: float  # total variation caught with 99 % probability in its weakest case
+
+    def __str__(self) -> str:
+        counts = [number for number, rounds in enumerate(self.drafted) if rounds]
+        rounds = max(sum(self.drafted), 1)
+        mean = sum(number * count for number, count in enumerate(self.drafted)) / rounds
+        drafts = f"{min(counts, default=0)} to {max(counts, default=0)} drafts a round ({mean:.1f} on average)"
+        return (
+            f"{self.condition}: {self.sequences:,} sequences, batches of {self.rows}, texts of {self.texts[0]} to "
+            f"{self.texts[1]} tokens, {drafts}; TV {self.detectable:.3f} is caught"
+        )
+
+
+@dataclass(frozen=True)
 class Report:
     """What `check` found. `str(report)` is the text that a reviewer can quote."""
 
@@ -69,13 +92,21 @@ class Report:
     divergences: tuple[Divergence, ...] = ()
     seconds: float = 0.0
     method: str = "joint law by enumeration"
+    coverage: tuple[Coverage, ...] = ()
 
     @property
     def verdict(self) -> str:
-        """PASS only with the power that was asked for."""
+        """PASS only with the power that was asked for, and of something that was drafted."""
         if self.approximate:
             return APPROXIMATE
-        return FAIL if self.killers() else INCONCLUSIVE if self.detectable > self.detect else PASS
+        if self.killers():
+            return FAIL
+        return PASS if self.drafted and self.detectable <= self.detect else INCONCLUSIVE
+
+    @property
+    def drafted(self) -> bool:
+        """Whether any round had a draft to verify."""
+        return any(sum(part.drafted[1:]) for part in self.coverage)
 
     @property
     def passed(self) -> bool:
@@ -104,7 +135,13 @@ class Report:
             f"  power       a total variation of {self.detectable:.4f} of the pooled law is caught with {POWER:.0%} "
             f"probability (asked: {self.detect:g}), in whatever direction",
         ]
-        if self.verdict == INCONCLUSIVE:
+        lines += [f"  covered     {part}" for part in self.coverage]
+        wide = [setting for part in self.coverage for setting in part.settings if setting not in self.settings]
+        if wide:
+            lines.append(f"    beyond the settings above, in all but the first: {'; '.join(dict.fromkeys(wide))}")
+        if not self.drafted:
+            lines.append("  nothing was drafted: this tested plain decoding, neither the drafter nor the rule")
+        if self.detectable > self.detect:
             lines.append(f"  too few samples: {self.needed:,} sequences would reach {self.detect:g}")
         if self.gate:
             worst = ", ".join(f"{name} {value:.1e}" for name, value in self.gate.items())

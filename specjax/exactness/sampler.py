@@ -11,15 +11,16 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Num
+from jaxtyping import Array, Bool, Int, Num, PyTree
 
 from specjax import decode, sampling
 from specjax.exactness.experiment import BATCH, Cases, Experiment, Loop, make_cases
-from specjax.types import Draft, Params, Prompts
+from specjax.types import Counts, Draft, Params, Prompts
 
 REPLAY_EVERY = 4
 """Batches whose first drafts are drawn again (a second draft of each row costs time)."""
@@ -38,11 +39,27 @@ class Tally:
     replayed: Num[Array | np.ndarray, "C K"]  # of these, those that the round's noise draws again from the law reported
     chance: Num[Array | np.ndarray, "C K"]  # how many would agree if their noise were another
     spread: Num[Array | np.ndarray, "C K"]  # variance of the latter
+    drafted: Num[Array | np.ndarray, "C K+1"]  # histogram of the drafts that a round had to verify, of all rounds
+
+    def replays(self, cases: slice = slice(None)) -> list[np.ndarray]:
+        """Of some cases, what `compare_drafts` found."""
+        return [np.asarray(part)[cases] for part in (self.drawn, self.replayed, self.chance, self.spread)]
 
     def mean_accepted(self, case: int) -> float:
         """Drafts accepted in a first round."""
         counts = self.accepted[case]
         return float((counts * np.arange(len(counts))).sum() / counts.sum())
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Finished:
+    """What is counted of a decoded batch."""
+
+    tokens: Int[Array, "B T"]
+    length: Int[Array, "B"]
+    bad: Bool[Array, "B"]
+    counts: Counts
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,7 @@ class Counting:
     new_tokens: int
     vocab: int
     cases: int
+    rows: int = 0  # that decode together, where a batch is many batches; 0: all
 
 
 @functools.partial(jax.jit, static_argnames="counting")
@@ -64,9 +82,7 @@ def tally_batch(
     """Decode `new_tokens` in every row and count."""
     program, new_tokens, vocab = counting.program, counting.new_tokens, counting.vocab
     length, end_id = prompts.length, prompts.end_ids
-    state = decode.start(program, params, drafter_params, prompts, jnp.float32)
-    replay = _replay(program, params, drafter_params, state, replays)
-    state = counting.loop(program, params, drafter_params, state)
+    state, replay = _decode(counting, params, drafter_params, prompts, replays)
     index = length[:, None] + jnp.arange(new_tokens, dtype=jnp.int32)[None]
     new = jnp.take_along_axis(state.tokens, index, 1)
     ended = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1) == end_id[None]
@@ -85,22 +101,48 @@ def tally_batch(
     most = program.drafter.num_speculative_tokens
     first = jnp.clip(counts.accepted[:, 0], 0, most)
     accepted = jnp.zeros((counting.cases, most + 1), jnp.int32).at[case, first].add(1)
-    return Tally(cells, accepted, add(surplus), add(surplus**2), *map(add, replay))
+    nodes = replay[0].shape[1]
+    drafted = jnp.zeros((counting.cases, nodes + 1), jnp.int32)
+    drafted = drafted.at[case[:, None], counts.drafted].add((counts.emitted > 0).astype(jnp.int32), mode="drop")
+    drawn, replayed, chance, spread = map(add, replay)
+    return Tally(cells, accepted, add(surplus), add(surplus**2), drawn, replayed, chance, spread, drafted)
 
 
-def _replay(
+def _decode(
+    counting: Counting, params: Params, drafter_params: Params, prompts: Prompts, replays: Bool[Array, ""]
+) -> tuple[Finished, tuple[Array, Array, Array, Array]]:
+    """The finished batch and its first drafts drawn again; rows that decode together know of no others."""
+    program, rows = counting.program, counting.rows
+
+    def together(*own: Any) -> PyTree[Array]:
+        tokens, length, limit, keys, filters = own
+        batch = Prompts(tokens, length, limit, keys, prompts.end_ids, filters)
+        state = decode.start(program, params, drafter_params, batch, jnp.float32)
+        replay = replay_drafts(program, params, drafter_params, state, replays)
+        state = counting.loop(program, params, drafter_params, state)
+        return Finished(state.tokens, state.length, state.bad, state.counts), replay
+
+    own = prompts.tokens, prompts.length, prompts.limit, prompts.keys, prompts.sampling
+    if not rows:
+        return together(*own)
+    batch = len(prompts.length)
+    out = jax.vmap(together)(*jax.tree.map(lambda leaf: leaf.reshape(batch // rows, rows, *leaf.shape[1:]), own))
+    return jax.tree.map(lambda leaf: leaf.reshape(batch, *leaf.shape[2:]), out)
+
+
+def replay_drafts(
     program: decode.Program, params: Params, drafter_params: Params, state: decode.State, wanted: Bool[Array, ""]
 ) -> tuple[Array, Array, Array, Array]:
-    """Whether the first round's drafts are what its keys draw from the laws reported for them; zeros if not wanted."""
+    """Whether a round's drafts are what its keys draw from the laws reported for them; zeros if not wanted."""
     propose = functools.partial(decode.propose, program, params, drafter_params, state)
     outline = jax.eval_shape(propose)
     nothing = (jnp.zeros(outline.tokens.shape, jnp.float32),) * 4
     if outline.log_q is None or outline.tokens.shape[1] == 0:
         return nothing
-    return jax.lax.cond(wanted, lambda: _compare(propose(), state), lambda: nothing)
+    return jax.lax.cond(wanted, lambda: compare_drafts(propose(), state), lambda: nothing)
 
 
-def _compare(draft: Draft, state: decode.State) -> tuple[Array, Array, Array, Array]:
+def compare_drafts(draft: Draft, state: decode.State) -> tuple[Array, Array, Array, Array]:
     """Drafts that are real, those drawn again, and mean and variance of the latter were the noise another."""
     assert draft.log_q is not None
     nodes = draft.tokens.shape[1]
@@ -120,7 +162,9 @@ def sample(
     """Running totals, one after each batch, until at least `samples` sequences were drawn."""
     cases = cases or make_cases(experiment, batch)
     program, subject = experiment.program, experiment.subject
-    counting = Counting(program, experiment.loop, experiment.length, subject.tokens, cases.count)
+    counting = Counting(
+        program, experiment.loop, experiment.length, subject.tokens, cases.count, experiment.condition.rows
+    )
     own = program.drafter.params(jax.random.key(experiment.drafter_seed), subject.model, subject.params)
     case, batch = jnp.asarray(cases.case), len(cases.case)
 

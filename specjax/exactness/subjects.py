@@ -134,6 +134,6 @@ def llama_subject(
 ) -> Subject:
     """A tiny Llama with a vocabulary that can be enumerated; every prompt is a context of its own."""
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 2}
-    model, params = tiny_model(seed, vocab_size=vocab, num_kv_heads=1, context_length=64, **sizes)
+    model, params = tiny_model(seed, vocab_size=vocab, num_kv_heads=1, context_length=256, **sizes)
     contexts = tuple((tuple(token % vocab for token in prompt),) for prompt in prompts)
     return Subject(f"tiny Llama V={vocab} seed={seed}", model, jax.tree.map(jnp.asarray, params), contexts, vocab)

@@ -6,7 +6,7 @@ a block of rows each (`Panel`), and so do the lying drafters. The cache and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,6 @@ ROWS = 224
 """Rows of a batch a mutant: a multiple of the settings' weights (7) times an instance's prompts (4)."""
 
 Pairs = Sequence[tuple[Subject, TableDrafter]]
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def chosen() -> Pairs:
 def panel(
     mutants: Sequence[Mutant] = tuple(CONTROLS + VERIFY_MUTANTS), *, pairs: Pairs | None = None,
     settings: Sequence[Setting] = SETTINGS, samples: int = SAMPLES, seed: int = 0, with_gate: bool = True,
-    progress: Progress = lambda text: None,
+    progress: lab.Progress = lab.silent,
 ) -> list[Row]:  # fmt: skip
     """Test every mutant of the verification with `samples` sequences each, at the level of `check` each."""
     rule = Panel(tuple(mutants))
@@ -75,7 +74,7 @@ def panel(
 
 def liars(
     *, pairs: Pairs | None = None, settings: Sequence[Setting] = SETTINGS, samples: int = SAMPLES, seed: int = 0,
-    progress: Progress = lambda text: None,
+    progress: lab.Progress = lab.silent,
 ) -> list[Row]:  # fmt: skip
     """Test every drafter that reports another law than it draws from."""
     experiments = [
@@ -88,7 +87,7 @@ def liars(
 
 def others(
     *, settings: Sequence[Setting] = SETTINGS, samples: int = SAMPLES, seed: int = 0,
-    names: Sequence[str] | None = None, progress: Progress = lambda text: None,
+    names: Sequence[str] | None = None, progress: lab.Progress = lab.silent,
 ) -> list[Row]:  # fmt: skip
     """Test the cache and the loops that are wrong, one program each, on the first instance."""
     subject, right = chosen()[0]
@@ -107,7 +106,7 @@ def others(
 
 
 def _gather(
-    experiments: Sequence[Experiment], mutants: int, samples: int, seed: int, progress: Progress
+    experiments: Sequence[Experiment], mutants: int, samples: int, seed: int, progress: lab.Progress
 ) -> list[lab.Evidence]:
     """Of programs whose rows belong to `mutants` mutants, a block each; `samples` of a mutant in all."""
     share = samples // len(experiments) * mutants
@@ -116,7 +115,7 @@ def _gather(
 
 def _row_with_replay(name: str, fault: str, found: Sequence[lab.Evidence], part: int) -> Row:
     results = lab.adjust([result for evidence in found for result in evidence.results(part)])
-    results += [r for e in found for r in identity.replay_results(e.tally, e.cases_of(part))]
+    results += [r for e in found for r in identity.replay_results(e.tally.replays(e.cases_of(part)))]
     return _row(name, fault, results, found, part)
 
 

@@ -147,6 +147,20 @@ def test_a_killed_run_continues_without_its_torn_line_and_redoes_nothing(finishe
     assert tokens_by_key(tmp_path / "run") == tokens_by_key(finished)
 
 
+MEASURED = ("compile_s", "compiler_bytes", "temp_bytes", "draft_s", "verify_s")
+
+
+def test_a_run_that_was_killed_before_its_summary_measures_what_it_had_decoded(finished, command, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    assert command(tmp_path / "run") == 0
+    before, after = (json.loads((folder / "summary.json").read_text()) for folder in (finished, tmp_path / "run"))
+    for old, new in zip(before["rows"], after["rows"], strict=True):
+        assert all(new[name] is not None for name in MEASURED)
+        for name in ("compiler_bytes", "temp_bytes", "acceptance_length", "exact", "checked"):
+            assert new[name] == old[name]
+
+
 def test_ctrl_c_keeps_and_shows_what_is_done_and_the_run_continues(finished, command, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         count_decodings(patch, stop_at=4)
@@ -292,12 +306,16 @@ def test_prompts_decoded_together_get_the_same_tokens(finished, checkpoint, ques
 
 
 def test_a_default_folder_continues_its_run_and_never_takes_a_complete_or_other_one(tmp_path):
-    manifest = {"seed": 1, "created": "now"}
+    nothing = {"drafters": {}, "drafter_files": {}, "prompts": {"question_ids": []}}
+    manifest = {"seed": 1, "created": "now", **nothing}
     first = run_folder.default_folder("2026-01-01", "compare", manifest, tmp_path)
     assert first.name == "2026-01-01-compare"
     RunFolder.open(first, manifest)
     assert run_folder.default_folder("2026-01-01", "compare", manifest | {"created": "later"}, tmp_path) == first
-    assert run_folder.default_folder("2026-01-01", "compare", {"seed": 2}, tmp_path).name == "2026-01-01-compare-2"
+    assert (
+        run_folder.default_folder("2026-01-01", "compare", manifest | {"seed": 2}, tmp_path).name
+        == "2026-01-01-compare-2"
+    )
     run_folder.write_json(first / "summary.json", {"complete": True})
     assert run_folder.default_folder("2026-01-01", "compare", manifest, tmp_path).name == "2026-01-01-compare-2"
 
@@ -496,6 +514,57 @@ def test_a_drafter_that_fails_costs_the_others_nothing(small):
     assert "raising: failed: RuntimeError: drafter Failing can't be traced: KeyError: 'lost'" in repr(result)
     assert "casting: failed: DraftError: Failing: its target's cache must keep its tree" in repr(result)
     assert result.rows[3]["acceptance_length"] >= 1
+
+
+def test_a_folder_goes_on_without_the_drafter_that_failed(small, tmp_path, monkeypatch):
+    both = dataclasses.replace(small, drafters={"raising": Failing(), "fine": plugins.load_drafter("ngram")}, limit=1)
+    assert evaluate.compare(both, tmp_path / "run", progress=None).summary["complete"] is False
+    decoded = count_decodings(monkeypatch)
+    result = evaluate.compare(dataclasses.replace(both, drafters=both.drafters[1:]), tmp_path / "run", progress=None)
+    assert (result.summary["complete"], decoded) == (True, [])
+    assert list(json.loads((tmp_path / "run" / "manifest.json").read_text())["drafters"]) == ["none", "fine"]
+    with pytest.raises(StoreError, match="holds another run"):  # of what has results, nothing is left out
+        evaluate.compare(dataclasses.replace(both, drafters=()), tmp_path / "run", progress=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Untrue(Drafter):
+    """Drafts as it should, but for one thing that no rule can make good."""
+
+    num_speculative_tokens: int = 2
+    fault: str = "sums"
+
+    def propose(self, keys, params, state, target):
+        rows, vocab = target.tokens.shape[0], target.model.vocab_size
+        log_q = jnp.full((rows, 2, vocab), -jnp.log(vocab))
+        if self.fault == "sums":
+            log_q += 0.5
+        if self.fault == "excluded":
+            log_q = jnp.where(jnp.arange(vocab) == 3, -jnp.inf, jnp.full((rows, 2, vocab), -jnp.log(vocab - 1)))
+        cache = target.cache
+        if self.fault == "overwrites":
+            cache = jax.tree.map(lambda leaf: leaf.at[:, :, 0].set(jnp.flip(leaf[:, :, 0], -1)), cache)
+        return Draft(jnp.full((rows, 2), 3, jnp.int32), log_q, cache, state)
+
+
+@pytest.mark.parametrize(
+    ("fault", "note"),
+    [
+        ("", ""),
+        ("sums", "the probabilities that it reports for draft 0 sum to 1.649"),
+        ("excluded", "draft 0 is a token to which it reports probability 0"),
+        ("overwrites", "its `propose` overwrites keys or values of committed tokens in the target's cache"),
+    ],
+)
+def test_exact_is_said_of_what_was_checked(small, fault, note):
+    drafters = {"x": Untrue(fault=fault)}
+    result = evaluate.compare(dataclasses.replace(small, drafters=drafters, limit=1, temperature=1.0), progress=None)
+    plain, row = result.rows
+    assert (plain["exact"], plain["checked"], plain["fault"]) == (True, True, "")
+    assert (row["exact"], row["checked"], row["fault"]) == (not note, True, note)
+    [line] = [line for line in repr(result).splitlines() if "exact: rule proven" in line]
+    assert line.split()[-2:] == ["yes", "no" if note else "yes"]
+    assert (f"x: not exact: {note}" in " ".join(repr(result).split())) is bool(note)
 
 
 def test_a_batch_of_more_rows_than_prompts_is_refused(small):

@@ -29,6 +29,23 @@ LOST = """
         except KeyboardInterrupt:
             pass
 """
+COLLECTING = """
+    def _xla_gc_callback():  # the name of JAX's, whose exceptions are printed and dropped
+        time.sleep(0.7)
+    try:
+        _xla_gc_callback()
+    except KeyboardInterrupt:
+        sys.exit("raised where it is lost")
+    time.sleep(20)
+"""
+IMPORTING = """
+    import importlib, pathlib, tempfile
+    folder = pathlib.Path(tempfile.mkdtemp())
+    (folder / "extension.py").write_text("import time\\ntry: time.sleep(0.7)\\nexcept BaseException: exit('amid')")
+    sys.path.insert(0, str(folder))
+    importlib.import_module("extension")
+    time.sleep(20)
+"""
 
 
 @pytest.mark.parametrize(
@@ -36,9 +53,11 @@ LOST = """
     [
         ("time.sleep(20)", 2.5),
         (LOST.strip(), 2.5),
+        (COLLECTING.strip(), 2.5),
+        (IMPORTING.strip(), 2.5),
         ("hashlib.pbkdf2_hmac('sha256', b'x', b'y', 2**30)", 2.5),  # in C, which does not look up
     ],
-    ids=["asleep", "lost", "in C"],
+    ids=["asleep", "lost", "collecting", "importing", "in C"],
 )
 def test_an_interrupt_is_heard(body, seconds):
     process = subprocess.Popen(

@@ -152,7 +152,8 @@ def run_folder(tmp_path):
     rows = [row, row | {"drafter": "x", "acceptance_length": 2.0}]
     summary = {"complete": True, "title": "", "capacity": 64, "rows": rows}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    (tmp_path / "manifest.json").write_text(json.dumps({"target": {"name": "small"}}))
+    run = {"drafters": {"ngram": "", "x": ""}, "drafter_files": {}, "prompts": {"question_ids": ["q0", "q1", "q2"]}}
+    (tmp_path / "manifest.json").write_text(json.dumps({"target": {"name": "small"}, **run}))
     (tmp_path / "prompts.jsonl").write_text("".join(record.line() for record in records))
     return tmp_path
 

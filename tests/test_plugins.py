@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from dataclasses import dataclass
 
 import jax
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 import subjects
 
-from specjax import Engine, LanguageModel, plugins, testing, verify, weights
+from specjax import Engine, LanguageModel, decode, plugins, testing, verify, weights
 from specjax.drafter import Drafter, Nothing
+from specjax.model import Llama
+from specjax.model.config import RopeScaling
 from specjax.plugins import load_drafter, load_rule
 from specjax.weights.safetensors_file import read_header, write
 
@@ -296,6 +299,26 @@ def test_a_trained_external_drafter_is_a_model_with_a_card(tmp_path, target, for
     assert load_drafter(f"external:{folder}").keep_layers == 0  # whose fields were not asked for
     with pytest.raises(ValueError, match="holds a trained external, not early-exit"):
         load_drafter(f"early-exit:{folder}")
+
+
+def test_a_checkpoint_written_anew_at_its_path_is_another_drafter(tmp_path, target):
+    """Fault: drafters equal by their path share a compiled program, and with it the old file's description."""
+    text = [int(token) for token in np.random.default_rng(0).integers(0, 29, 40)]
+    llama3 = RopeScaling("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_length=32)
+    config, drafted = target.model.config, []
+    for changes in ({"rope_theta": 1e6}, {"rope_theta": 10.0, "rope_scaling": llama3}):
+        written = dataclasses.replace(config, **changes)
+        shutil.rmtree(tmp_path / "draft", ignore_errors=True)
+        weights.save(tmp_path / "draft", written, target.params)
+        engine = Engine(target, f"external:{tmp_path / 'draft'},num_speculative_tokens=3")
+        state = engine.start([text], max_new_tokens=8, seed=0)
+        first = int(state.tokens[0, len(text)])
+        draft = decode.propose(engine.program, engine.params, engine.drafter_params, state)
+        drafted.append(draft.tokens[0].tolist())
+        own = LanguageModel.of(Llama(written), target.params)
+        [alone] = Engine(own).generate([[*text, first]], max_new_tokens=3, seed=0)
+        assert drafted[-1] == alone.tokens
+    assert drafted[0] != drafted[1]
 
 
 def test_a_folder_needs_no_source_beside_it_and_decodes(folder, file, target):

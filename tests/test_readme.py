@@ -52,6 +52,17 @@ def test_every_link_leads_somewhere_and_every_command_exists(page):
         assert (ROOT / "experiments" / f"{module}.py").exists(), module
 
 
+def test_each_kind_of_fault_has_a_test_that_exists():
+    rows = [row for row in (ROOT / "tests" / "README.md").read_text().splitlines() if row.startswith("| ")][1:]
+    assert len(rows) == 24
+    for row in rows:
+        assert "`test_" in row or "not offered" in row, row
+        for part in re.split(r" [·|] ", row):
+            for name in re.findall(r"`(test_\w+)`", part):
+                file = re.search(r"(\w+): `", part).group(1)
+                assert f"def {name}(" in (ROOT / "tests" / f"test_{file}.py").read_text(), (file, name)
+
+
 def test_the_head_that_the_drafters_readme_shows_keeps_the_contract_and_the_targets_distribution(tmp_path):
     path = saved((ROOT / "drafters" / "README.md").read_text(), "Head", tmp_path)
     head = plugins.load_drafter(f"{path}:Head:num_speculative_tokens=2")

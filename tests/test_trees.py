@@ -1,6 +1,7 @@
 """Trees of drafts through the whole loop: the accepted path is committed, its neighbours leave no trace."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from subjects import CAPACITY, run_rows
 
 from specjax import testing
 from specjax.drafter import Drafter
+from specjax.state import lay_out
 from specjax.types import Draft
 
 
@@ -158,6 +160,21 @@ def test_a_tree_that_does_not_fit_the_end_of_the_cache_is_cut_and_clobbers_nothi
     long = [(p, t) for p, t in zip(prompts, plain.tokens, strict=True)]
     rows = run_rows(*tiny, TreeOracle(4), script(long, TREE, BRANCHES), prompts, new)
     assert rows.tokens == plain.tokens
+
+
+def test_nodes_of_a_tree_beyond_the_end_of_the_cache_are_not_live():
+    """The budget would allow them: only the capacity ends them."""
+    state = types.SimpleNamespace(
+        tokens=jnp.zeros((3, 8), jnp.int32),
+        length=jnp.array([6, 5, 7], jnp.int32),
+        limit=jnp.full((3,), 99, jnp.int32),
+        done=jnp.zeros((3,), bool),
+    )
+    parents = jnp.array([-1, -1, 0, 1], jnp.int32)
+    draft = Draft(jnp.ones((3, 4), jnp.int32), None, None, (), parents=parents)
+    window = lay_out(state, draft, 29)
+    assert window.live.tolist() == [[True, True, False, False], [True, True, True, False], [True, False, False, False]]
+    assert window.cut.tolist() == [True, True, True]
 
 
 def test_finished_rows_keep_their_slots_while_a_tree_goes_on(tiny, greedy_texts):

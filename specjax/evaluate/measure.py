@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from specjax import decode, verify
 from specjax import offload as offloading
@@ -120,26 +121,75 @@ def compile_batch(engine: Engine, batch: Batch, options: Options) -> tuple[float
     return time.perf_counter() - begin, compiled
 
 
-def time_halves(
-    engines: dict[str, Engine], batch: Batch, options: Options, rounds: int = 6
-) -> dict[str, tuple[float, float]]:
-    """Median seconds of drafting and of verifying, over the first rounds of a real batch.
+@dataclass(frozen=True)
+class Halves:
+    """A strategy's rounds, taken apart."""
 
-    Rounds of all strategies alternate; each one's first round compiles and is left out.
+    draft_s: float
+    verify_s: float
+    fault: str  # what of its drafts would change the target's probabilities, whatever the rule; empty: nothing
+
+
+def take_halves(engines: dict[str, Engine], batch: Batch, options: Options, rounds: int = 6) -> dict[str, Halves]:
+    """Median seconds of drafting and of verifying, over the first rounds of a real batch, whose drafts are checked.
+
+    Rounds of all strategies alternate; each one's first round compiles and is left out of the times.
     """
     states = {name: start(engine, batch, options) for name, engine in engines.items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+    faults = dict.fromkeys(engines, "")
     for _ in range(rounds + 1):
         for name, engine in engines.items():
+            length = jnp.copy(states[name].length)  # the state is donated
+            before = committed_bits(states[name].cache, length)
             begin = time.perf_counter()
             half = jax.block_until_ready(_draft(engine.program, engine.params, engine.drafter_params, states[name]))
             middle = time.perf_counter()
+            after, fault = committed_bits(half[0].cache, length), draft_fault(half[1])
+            if (before != after).any():
+                fault = "its `propose` overwrites keys or values of committed tokens in the target's cache"
+            faults[name] = faults[name] or fault
+            verifying = time.perf_counter()
             states[name] = jax.block_until_ready(_verify(engine.program, engine.params, engine.drafter_params, *half))
-            times[name].append((middle - begin, time.perf_counter() - middle))
-    return {
-        name: (statistics.median(a for a, _ in taken[1:]), statistics.median(b for _, b in taken[1:]))
-        for name, taken in times.items()
+            times[name].append((middle - begin, time.perf_counter() - verifying))
+    medians = {
+        name: [statistics.median(half) for half in zip(*taken[1:], strict=True)] for name, taken in times.items()
     }
+    return {name: Halves(draft_s, verify_s, faults[name]) for name, (draft_s, verify_s) in medians.items()}
+
+
+def draft_fault(draft: Draft) -> str:
+    """Why no rule can be exact for this draft: its `log_q` is no distribution, or excludes what was drafted."""
+    if draft.log_q is None or not draft.tokens.shape[1]:
+        return ""
+    sums, own = map(np.asarray, _masses(draft.log_q, draft.tokens))
+    vocab, steps = draft.log_q.shape[-1], np.arange(draft.tokens.shape[1])[None]
+    real = (np.asarray(draft.tokens) >= 0) & (np.asarray(draft.tokens) < vocab)
+    if draft.count is not None:
+        real &= steps < np.asarray(draft.count)[:, None]
+    for row, node in np.argwhere(real & ~(np.abs(sums - 1) < 1e-3)):
+        return f"the probabilities that it reports for draft {node} sum to {sums[row, node]:.4g}"
+    for _, node in np.argwhere(real & ~(own > 0)):
+        return f"draft {node} is a token to which it reports probability 0"
+    return ""
+
+
+@jax.jit
+def _masses(log_q: Float[Array, "B N V"], tokens: Int[Array, "B N"]) -> tuple[Array, Array]:
+    q = jnp.exp(log_q)
+    return q.sum(-1), jnp.take_along_axis(q, tokens[..., None], 2, mode="clip")[..., 0]
+
+
+@jax.jit
+def committed_bits(cache: Cache, length: Int[Array, "B"]) -> Int[Array, "P"]:
+    """A sum over the bits of each part of the cache, of committed slots alone."""
+    slots = jnp.arange(cache.capacity, dtype=jnp.int32)[None]
+    committed = (slots < length[:, None] - 1)[:, None, :, None]
+    sums = []
+    for part in jax.tree.leaves(cache):
+        bits = jax.lax.bitcast_convert_type(part, f"uint{8 * part.dtype.itemsize}").astype(jnp.uint32)
+        sums.append(jnp.sum(jnp.where(committed, bits, 0), dtype=jnp.uint32))
+    return jnp.stack(sums)
 
 
 @functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("state",))

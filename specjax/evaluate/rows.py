@@ -21,7 +21,9 @@ class Contender:
 
     settings: str  # the drafter, as it prints itself
     label: str
-    exact: bool | None  # None: its code failed
+    exact: bool | None  # by a proven rule, and drafts that passed the check; None: its code failed
+    checked: bool = False  # whether drafts were checked (`measure.draft_fault`, committed cache)
+    fault: str = ""  # what the check found
     compile_s: float | None = None
     draft_s: float | None = None
     verify_s: float | None = None
@@ -50,6 +52,14 @@ class Contender:
             offloaded_bytes=offload.size(own) if offloaded else None,
             fetch_s=offload.fetch_s(own) if offloaded else None,
         )
+
+    def measured(self, draft_s: float, verify_s: float, fault: str) -> Contender:
+        """With the halves of its rounds, and the check of its drafts: what fails it is not exact under any rule."""
+        exact = self.exact and not fault
+        return dataclasses.replace(self, draft_s=draft_s, verify_s=verify_s, checked=True, fault=fault, exact=exact)
+
+
+_KINDS: dict[str, Any] = {"settings": str, "label": str, "fault": str, "exact": bool, "checked": bool}
 
 
 def make_rows(
@@ -82,7 +92,9 @@ def remake_rows(
     for row in rows:
         values = {field.name: row[field.name] for field in dataclasses.fields(Contender)}
         for name, value in values.items():
-            kind = str if name in ("settings", "label") else bool if name == "exact" else int | float
+            kind = (
+                str if name in ("settings", "label", "fault") else bool if name in ("exact", "checked") else int | float
+            )
             parts = list(value.values()) if isinstance(value, dict) else [] if value is None else [value]
             if not all(isinstance(part, kind) and part == part for part in parts):
                 raise ValueError(f"{name} of {row['drafter']} is {value!r:.40}")
@@ -182,7 +194,9 @@ def _notes(row: Mapping[str, Any]) -> list[str]:
     notes = [row["label"]] if row["label"] else []
     if row["drafter"] != BASELINE and row["speedup"] is not None and row["speedup"] < 1:
         notes.append(f"does not pay here: {row['speedup']:.2f} x the speed of none")
-    if row["exact"] is False:
+    if row["fault"]:
+        notes.append(f"not exact: {row['fault']}")
+    elif row["exact"] is False:
         notes.append("approximate: the rule is not proven to keep the target's probabilities")
     if (difference := row["greedy_difference"]) is not None:
         notes.append(

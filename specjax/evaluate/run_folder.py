@@ -1,6 +1,7 @@
 """A run's folder: what was run, and one line a decoded prompt, safe on disk before the next one begins.
 
-    manifest.json    everything that decides the tokens; a folder is continued only by the same manifest
+    manifest.json    everything that decides the tokens; a folder is continued only by the same manifest, or by one
+                     that lacks drafters of which nothing was kept
     prompts.jsonl    one `Record` a line: raw counts, tokens, times
     summary.json     written at the end (and after Ctrl-C), from the records alone
     compare.png
@@ -40,10 +41,9 @@ def record_store(path: Path | None = None, lock: FileLock | None = None) -> Stor
 def _records(path: Path, manifest: Mapping[str, Any], lock: FileLock | None = None) -> Store[Record]:
     """A folder's records, all of them of the run that its manifest describes."""
     store = record_store(path / "prompts.jsonl", lock)
-    drafters, prompts = manifest.get("drafters"), (manifest.get("prompts") or {}).get("question_ids")
     for number, record in enumerate(store.rows, 1):
-        for value, known in ((record.drafter, drafters), (record.question_id, prompts)):
-            if known is not None and value not in known:
+        for value, known in ((record.drafter, manifest["drafters"]), (record.question_id, _question_ids(manifest))):
+            if value not in known:
                 where = f"{path / 'prompts.jsonl'}, line {number}"
                 raise StoreError(f"{where} is of {value!r:.60}, which is no part of this run: remove that line")
     return store
@@ -74,11 +74,11 @@ class RunFolder:
 
     @classmethod
     def _open(cls, path: Path, manifest: Mapping[str, Any]) -> RunFolder:
-        found = _read_json(path / "manifest.json")
+        found = _read_manifest(path)
         if found is None:
             _check_empty(path)
         else:
-            _check_same(path, found, manifest)
+            _check_same(path, _without_failed(path, found, manifest), manifest)
         summary = _read_json(path / "summary.json") or {}
         if found is not None and summary.get("complete") is True:
             return cls(path, _records(path, manifest), summary)
@@ -86,7 +86,7 @@ class RunFolder:
         try:
             if shutil.disk_usage(path).free < SPARE_BYTES:
                 raise StoreError(f"less than {SPARE_BYTES >> 20} MiB are free in {path}: free some, or use --out")
-            if found is None:
+            if found is None or found["drafters"] != json.loads(json.dumps(manifest))["drafters"]:
                 write_json(path / "manifest.json", manifest)
             return cls(path, _records(path, manifest, lock))
         except BaseException:
@@ -137,11 +137,13 @@ def default_folder(date: str, command: str, manifest: Mapping[str, Any], root: P
 def _free_folder(date: str, command: str, manifest: Mapping[str, Any], root: Path) -> Path:
     for number in range(1, 1000):
         path = root / (f"{date}-{command}" + (f"-{number}" if number > 1 else ""))
-        found = _read_json(path / "manifest.json")
+        found = _read_manifest(path)
         summary = _read_json(path / "summary.json") or {}
         if found is None and not (path.exists() and any(path.iterdir())):
             return path
-        if found is not None and not _differences(found, manifest) and not summary.get("complete"):
+        if found is None or summary.get("complete"):
+            continue
+        if not _differences(_without_failed(path, found, manifest), manifest):
             return path
     raise StoreError(f"{root} has a thousand runs of {date}: name a folder with --out")
 
@@ -153,7 +155,7 @@ def read_run(path: Path) -> tuple[dict[str, Any], dict[str, Any], tuple[Record, 
       ValueError: no such folder, or a damaged one.
     """
     try:
-        summary, manifest = (_read_json(path / name) for name in ("summary.json", "manifest.json"))
+        summary, manifest = _read_json(path / "summary.json"), _read_manifest(path)
         if summary is None or manifest is None:
             missing = "summary.json" if summary is None else "manifest.json"
             raise ValueError(f"{path} has no {missing}: give the folder of a run of `specjax compare` that ended")
@@ -194,6 +196,20 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def _read_manifest(path: Path) -> dict[str, Any] | None:
+    manifest = _read_json(path / "manifest.json")
+    if manifest is not None:
+        maps = [manifest.get(name) for name in ("drafters", "drafter_files", "prompts")]
+        if not all(isinstance(part, dict) for part in maps) or not isinstance(_question_ids(manifest), list):
+            raise StoreError(f"{path / 'manifest.json'} describes no run: use another folder with --out")
+    return manifest
+
+
+def _question_ids(manifest: Mapping[str, Any]) -> list[str]:
+    ids: list[str] = manifest["prompts"].get("question_ids")
+    return ids
+
+
 def _lock(path: Path, found: Mapping[str, Any] | None) -> FileLock:
     """Two processes would time each other, and one would cut the line that the other is writing."""
     lock = FileLock(path / LOCK)
@@ -209,6 +225,18 @@ def _check_empty(path: Path) -> None:
     left = [entry.name for entry in path.iterdir() if entry.name != LOCK and not entry.name.endswith(".part")]
     if left:
         raise StoreError(f"{path} is no run folder and holds {left[0]!r}: choose a new or empty one with --out")
+
+
+def _without_failed(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest less the drafters of which nothing is kept and nothing is wanted: a run goes on without them."""
+    gone = [name for name in found["drafters"] if name not in wanted["drafters"]]
+    if not gone or {record.drafter for record in record_store(path / "prompts.jsonl").rows}.intersection(gone):
+        return dict(found)
+    kept = {
+        name: {key: value for key, value in found[name].items() if key in wanted[name]}
+        for name in ("drafters", "drafter_files")
+    }
+    return {**found, **kept}
 
 
 def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

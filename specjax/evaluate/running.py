@@ -110,6 +110,7 @@ def carry_out(
                 for drafter, undone in _turns(run, names, bar):
                     with run.attempt(drafter):
                         _decode(run, drafter, undone, bar)
+            _compile_rest(run, bar)
             _measure_halves(run, bar)
         except (KeyboardInterrupt, NotFiniteError) as reason:
             bar.stop()
@@ -194,19 +195,34 @@ def _compile(run: Run, name: str, batch: measure.Batch) -> None:
     run.contenders[name] = dataclasses.replace(
         known,
         compile_s=(known.compile_s or 0) + seconds,
-        compiler_bytes=found.total_bytes,  # capacities rise: the last one is the largest
-        temp_bytes=found.temp_bytes,
+        compiler_bytes=_larger(known.compiler_bytes, found.total_bytes),
+        temp_bytes=_larger(known.temp_bytes, found.temp_bytes),
     )
 
 
+def _larger(known: int | None, found: int | None) -> int | None:
+    return max((size for size in (known, found) if size is not None), default=None)
+
+
+def _compile_rest(run: Run, progress: Lines) -> None:
+    """What earlier sessions of this run decoded has been compiled in none of this one: its figures are due, too."""
+    for question_ids in run.task.batches():
+        batch = run.task.batch(question_ids)
+        for name in list(run.engines):
+            if (name, batch.capacity) not in run.compiled:
+                progress.describe(f"{name}: compiling for {batch.capacity} slots, decoded before")
+                with run.attempt(name):
+                    _compile(run, name, batch)
+
+
 def _measure_halves(run: Run, progress: Lines) -> None:
-    """Time drafting and verification apart, on the longest of the smallest capacity's prompts."""
+    """Time drafting and verification apart, and check drafts, on the longest of the smallest capacity's prompts."""
     if run.task.shared.max_new_tokens < 2:
         return
-    progress.describe("timing drafting and verification")
+    progress.describe("timing drafting and verification, checking drafts")
     batch = run.task.batch(run.task.batches()[0])
-    for name, (draft_s, verify_s) in measure.time_halves(run.engines, batch, run.task.shared).items():
-        run.contenders[name] = dataclasses.replace(run.contenders[name], draft_s=draft_s, verify_s=verify_s)
+    for name, halves in measure.take_halves(run.engines, batch, run.task.shared).items():
+        run.contenders[name] = run.contenders[name].measured(**dataclasses.asdict(halves))
 
 
 def _summarize(run: Run, complete: bool) -> dict[str, Any]:

@@ -102,6 +102,14 @@ def _added(group: str) -> Callable[[Row], str]:
     return lambda row: _bytes((row.get("added_bytes") or {}).get(group))
 
 
+def _exact(row: Mapping[str, Any]) -> str:
+    if row["exact"] is None:
+        return "failed"
+    if row["fault"]:
+        return "no"
+    return "approximate" if not row["exact"] else "yes" if row["checked"] else "by its rule alone"
+
+
 def _greedy(row: Row) -> str:
     equal = row.get("greedy_equal", "absent")
     if equal == "absent" or not row["rounds"]:
@@ -148,6 +156,6 @@ SECTIONS: tuple[tuple[tuple[str, Callable[[Row], str]], ...], ...] = (
     ),
     (
         ("greedy output equals none's", _greedy),
-        ("exact", lambda row: {True: "yes", False: "approximate", None: "failed"}[row["exact"]]),
+        ("exact: rule proven, drafts checked", _exact),
     ),
 )

@@ -74,10 +74,11 @@ class ModelConfig:
     quantized: bool = False  # e4m3 weights of the linear layers, one scale an output channel
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
+        optional = {"padded_vocab_size": 0, "sliding_window": None, "cache_lanes": 1}
+        for name in (*_SIZES, *(name for name, absent in optional.items() if getattr(self, name) != absent)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-                raise ValueError(f"{name}={value!r}: the size of a model must be a positive integer below 2^31")
+                raise ValueError(f"{name}={value!r:.40}: the size of a model must be a positive integer below 2^31")
         if self.num_layers > MOST_LAYERS:
             raise ValueError(f"num_layers={self.num_layers}: specjax takes {MOST_LAYERS} layers at most")
         for name in ("attention_bias", "qk_norm", "tied_embeddings", "quantized"):
@@ -86,9 +87,7 @@ class ModelConfig:
         divisors = self.rope_scaling.divisors if self.rope_scaling else ()
         if divisors and len(divisors) != self.head_dim // 2:
             raise ValueError(f"{len(divisors)} rotary divisors: heads of {self.head_dim} have {self.head_dim // 2}")
-        _check_positive(
-            self, "rope_theta", "norm_eps", *(("sliding_window",) if self.sliding_window is not None else ())
-        )
+        _check_positive(self, "rope_theta", "norm_eps")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim}: rotary embedding turns pairs, so it must be even")
         if self.num_heads % self.num_kv_heads:

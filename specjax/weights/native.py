@@ -63,7 +63,7 @@ class Native(Checkpoint):
             if scaling is not None:
                 scaling = RopeScaling(**scaling | {"divisors": tuple(scaling.get("divisors", ()))})
             self.config = ModelConfig(**fields, rope_scaling=scaling)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise DamagedFile(f"{folder / self.DESCRIPTION} describes no model ({error}): save it again") from error
 
     @property

@@ -54,6 +54,15 @@ def weights(tiny):
     return subjects.own_weights(*tiny)
 
 
+LOGIC = {"test_contract", "test_decode", "test_greedy", "test_block", "test_trees", "test_notebook", "test_hostile"}
+"""Files whose programs are many and run briefly: compiled with few optimisations, a fifth faster."""
+
+
+def pytest_runtest_protocol(item):
+    """Before a file's fixtures compile anything."""
+    jax.config.update("jax_disable_most_optimizations", item.module.__name__ in LOGIC)
+
+
 MAPS = Path("/proc/self/maps")
 MOST_MAPS = 20_000
 """Each compiled program holds some memory maps, and Linux gives a process 65,530: beyond, XLA's compiler crashes."""

@@ -67,7 +67,7 @@ def test_the_head_that_the_drafters_readme_shows_keeps_the_contract_and_the_targ
     path = saved((ROOT / "drafters" / "README.md").read_text(), "Head", tmp_path)
     head = plugins.load_drafter(f"{path}:Head:num_speculative_tokens=2")
     check_drafter(head)
-    assert assert_exact(head, samples=1 << 15, detect=0.2).passed
+    assert assert_exact(head, samples=1 << 15, detect=0.2, conditions=()).passed
 
 
 def test_the_two_commands_stand_in_the_first_screen():

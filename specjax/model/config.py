@@ -178,16 +178,18 @@ def _sliding_window(config: Mapping[str, Any]) -> int | None:
     window = config.get("sliding_window", 4096) or None
     if family == "llama" or (qwen and not config.get("use_sliding_window")):
         window = None
-    kinds = config.get("layer_types")
-    if kinds is None:
+    named = config.get("layer_types")
+    if named is None:
         full = min(config.get("max_window_layers", 28), layers) if qwen and window else 0 if window else layers
-        kinds = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ValueError(f"layer_types {kinds!r:.60}: must name the kind of each of the {layers} layers")
-    if set(kinds) == {"full_attention"}:
+        kinds = {kind for kind, count in (("full_attention", full), ("sliding_attention", layers - full)) if count > 0}
+    elif isinstance(named, list) and len(named) == layers:
+        kinds = set(map(str, named))
+    else:
+        raise ValueError(f"layer_types {named!r:.60}: must name the kind of each of the {layers} layers")
+    if kinds == {"full_attention"}:
         return None
-    if set(kinds) != {"sliding_attention"} or window is None:
-        found = ", ".join(sorted(set(map(str, kinds))))
+    if kinds != {"sliding_attention"} or window is None:
+        found = ", ".join(sorted(kinds))
         raise ValueError(
             f"layers of kind {found} with sliding_window={window} (layer_types, max_window_layers) are not supported: "
             "all must be full_attention, or sliding_attention with one window"

@@ -365,7 +365,10 @@ def test_a_description_without_enough_information_names_what_it_lacks(missing, t
         ({"rope_theta": float("inf")}, "rope_theta=inf: must be a number above zero"),
         ({"vocab_size": True}, "vocab_size=True: the size of a model must be a positive integer"),
         ({"hidden_size": 10**12}, "hidden_size=1000000000000: the size of a model"),
-        ({"model_type": "mistral", "sliding_window": -5}, "sliding_window=-5: must be a number above zero"),
+        (
+            {"model_type": "mistral", "sliding_window": -5},
+            "sliding_window=-5: the size of a model must be a positive integer",
+        ),
         ({"rope_scaling": {"rope_type": "linear", "factor": "4"}}, "factor"),
         ({"model_type": "gpt2"}, "architecture 'gpt2' is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, "is quantised (gptq): take the unquantised checkpoint"),

@@ -182,13 +182,14 @@ def _masses(log_q: Float[Array, "B N V"], tokens: Int[Array, "B N"]) -> tuple[Ar
 
 @jax.jit
 def committed_bits(cache: Cache, length: Int[Array, "B"]) -> Int[Array, "P"]:
-    """A sum over the bits of each part of the cache, of committed slots alone."""
+    """A hash of each part of the cache, of committed slots alone."""
     slots = jnp.arange(cache.capacity, dtype=jnp.int32)[None]
     committed = (slots < length[:, None] - 1)[:, None, :, None]
     sums = []
     for part in jax.tree.leaves(cache):
         bits = jax.lax.bitcast_convert_type(part, f"uint{8 * part.dtype.itemsize}").astype(jnp.uint32)
-        sums.append(jnp.sum(jnp.where(committed, bits, 0), dtype=jnp.uint32))
+        place = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape)  # odd factors: what changes places counts
+        sums.append(jnp.sum(jnp.where(committed, bits * (2 * place + 1), 0), dtype=jnp.uint32))
     return jnp.stack(sums)
 
 

@@ -6,7 +6,6 @@ through the same two methods, so the same prompt string always gives the same id
 
 from __future__ import annotations
 
-import datetime
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -14,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from specjax import chat_template
 
 Message = Mapping[str, str]
 
@@ -102,9 +100,9 @@ class Tokenizer:
         if system is not None:
             turns.insert(0, {"role": "system", "content": system})
         try:
-            template = _environment().from_string(self.chat_template)
-            return template.render(messages=turns, add_generation_prompt=True, **dict(self.template_tokens))
-        except Exception as error:  # a template is a program: it may raise anything
+            values = {"messages": turns, "add_generation_prompt": True, **dict(self.template_tokens)}
+            return chat_template.render(self.chat_template, values)
+        except (ValueError, TypeError) as error:
             raise ValueError(f"the chat template refuses this conversation: {error}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -259,19 +257,3 @@ def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
     if template is not None and not isinstance(template, str):
         raise ValueError(f"chat_template of {folder} is no text: {template!r:.60}")
     return template
-
-
-@functools.cache
-def _environment() -> ImmutableSandboxedEnvironment:
-    """As transformers sets it up, but for the clock: a prompt that changes overnight could not be reproduced."""
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = datetime.date(2024, 7, 26).strftime  # Llama 3's own fallback date
-    return environment

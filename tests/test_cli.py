@@ -2,10 +2,13 @@
 
 import dataclasses
 import io
+import json
 import os
 import signal
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import pytest
 from fixtures_cli import byte_tokenizer, question_file, tiny_checkpoint  # noqa: F401
@@ -129,10 +132,66 @@ def test_generate_streams_the_engines_text_and_then_its_statistics(checkpoint, c
 
 
 def test_a_character_that_the_terminal_lacks_is_replaced(monkeypatch):
+    def run(args):
+        generate._print_pieces(["caf", "é …", "\udcff\n"])
+        return 0
+
     raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    generate._print_pieces(["caf", "é\n"])
-    assert raw.getvalue() == b"caf?\n"
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="latin-1"))
+    monkeypatch.setitem(sys.modules, "printing", types.SimpleNamespace(run=run, add_arguments=lambda parser: None))
+    monkeypatch.setitem(cli.COMMANDS, "printing", ("printing", "prints"))
+    assert cli.main(["printing"]) == 0
+    assert raw.getvalue() == b"caf\xe9 ??\n"
+
+
+@pytest.mark.parametrize(
+    ("surroundings", "code", "said"),
+    [
+        ("> /dev/full", 1, "specjax: failed: the output can't be written (No space left on device)\n"),
+        ("<&-", 0, ""),
+        (">&-", 0, ""),
+        ("2>&- >/dev/null", 0, ""),
+        ("--drafter x", 2, "specjax: error: unrecognized arguments: --drafter x (see `specjax --help`)\n"),
+    ],
+)
+def test_a_stream_that_is_full_or_closed_is_no_traceback(surroundings, code, said):
+    command = f"'{Path(sys.executable).with_name('specjax')}' drafters {surroundings}"
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    assert (done.returncode, done.stderr) == (code, said)
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["compare", option, value] for value in (LONG, "~nosuch/x", "a\0b") for option in ("--target", "--drafter")),
+        *(["compare", "--target", "CHECKPOINT", "--prompts", value] for value in (LONG, "~nosuch/x", "a\0b")),
+        *(["generate", "hi", "--target", value] for value in (LONG, "~nosuch/x")),
+        *(["memory", "--target", value] for value in (LONG, "~nosuch/x", "a\0b")),
+        *(["memory", "--target", "llama-3.1-8b", "--device", value] for value in (LONG, "~nosuch/x")),
+        *(["plan", "--device", "h100", "--drafter", value] for value in (LONG, "~nosuch/x:C")),
+        *(["load", value] for value in (LONG, "~nosuch/x", "a\0b", "no\udcff")),
+        *(["exactness", "--output", value] for value in (LONG, "no/such/x.json", "a\0b")),
+        *(["exactness", "--rule", value] for value in (LONG, "~nosuch/x.py:R", "./\udcff.py:R")),
+    ],
+    ids=lambda arguments: "-".join(part[:9].replace("\0", "0").replace("\udcff", "ff") for part in arguments),
+)
+def test_a_name_that_no_file_can_have_is_one_line(arguments, checkpoint, capsys):
+    arguments = [str(checkpoint) if part == "CHECKPOINT" else part for part in arguments]
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("specjax: error: ")
+    assert said.count("\n") == 1
+
+
+def test_a_folder_whose_name_is_no_utf8_holds_a_run(checkpoint, questions, tmp_path, capsys):
+    folder = tmp_path / "caf\udce9"
+    arguments = ["compare", "--target", str(checkpoint), "--prompts", str(questions), "--drafter", "ngram"]
+    assert cli.main([*arguments, "--limit", "1", "--max-new-tokens", "4", "--out", str(folder)]) == 0
+    assert json.loads((folder / "summary.json").read_text())["complete"] is True
+    assert cli.main(["load", str(folder)]) == 0
 
 
 def test_ctrl_c_ends_generate_after_its_round_with_text_and_statistics(checkpoint, monkeypatch, capsys):

@@ -124,6 +124,19 @@ def test_the_folder_has_a_picture(finished):
     assert (finished / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_without_a_round_has_no_rate_and_no_speed(command, tmp_path, capsys):
+    """Every denominator is zero: one token a text, which is the prompt's own pass."""
+    for _ in range(2):  # decoded, then read from its files
+        assert command(tmp_path / "run", "--max-new-tokens", "1", "--limit", "1") == 0
+        assert "1 of 3 prompts" in capsys.readouterr().out
+        for row in json.loads((tmp_path / "run" / "summary.json").read_text())["rows"]:
+            assert (row["rounds"], row["emitted"]) == (0, 0)
+            unknown = ("acceptance_length", "acceptance_rate", "tokens_per_second", "estimated_speedup")
+            assert [row[name] for name in unknown] == [None] * 4
+    assert cli.main(["load", str(tmp_path / "run")]) in (0, 2)
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_a_complete_run_is_shown_and_not_decoded_again(finished, command, monkeypatch, capsys):
     monkeypatch.setattr(measure, "decode_batch", None)
     before = (finished / "prompts.jsonl").read_bytes()

@@ -219,6 +219,7 @@ def refused(run_folder, capsys):
         (lambda line: line | {"decode_s": "1"}, "decode_s is '1'"),
         (lambda line: line | {"decode_s": float("nan")}, "decode_s is nan"),
         (lambda line: line | {"session": ["s"]}, "session is ['s']"),
+        (lambda line: line | {"category": "\x1b[2J"}, "control character in '\\x1b[2J'"),
     ],
 )
 def test_a_damaged_record_is_named_and_no_figure_made_of_it(change, message, run_folder, capsys):
@@ -243,6 +244,7 @@ def test_a_damaged_record_is_named_and_no_figure_made_of_it(change, message, run
         ({"acceptance_length_interval": [1]}, "acceptance_length_interval of ngram is [1]"),
         ({"per_position": [1.7, -3]}, "per_position of ngram is [1.7, -3]"),
         ({"verify_s": float("inf")}, "verify_s of ngram is inf"),
+        ({"label": "\x1b[2J"}, "control character in '\\x1b[2J'"),
     ],
 )
 def test_a_damaged_summary_is_named_and_no_figure_made_of_it(rows, message, run_folder, capsys):

@@ -68,6 +68,8 @@ def test_spec_benchs_file_is_read_as_it_is(questions):
         ('{"question_id": 1, "turns": ["a"]}\n{"question_id": "1", "turns": ["b"]}', "'1' stands there twice"),
         ('{"turns": ["a \\ud83d b"]}', "line 1 holds half a character"),
         ("[" * 100_000, "line 1 is no JSON"),
+        ('{"question_id": "\\u001b[2J", "turns": ["a"]}', r"line 1: control character in '\\x1b\[2J'"),
+        ('{"category": "a\\u0085", "turns": ["a"]}', "line 1: control character"),
     ],
 )
 def test_a_bad_file_is_refused_with_the_line_and_the_form(tmp_path, content, message):

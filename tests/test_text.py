@@ -207,12 +207,16 @@ def test_a_chat_keeps_the_templates_default_system_prompt_until_one_is_given():
         ("{{ messages.__class__.__mro__ }}", "refuses this conversation"),  # the sandbox
         ("{% for %}", "refuses this conversation"),
         ("{{ messages[0]['content'] + 1 }}", "refuses this conversation"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s or 512 MiB"),
+        ("{{ 'a' * 5000000000 }}", "more than 1 s or 512 MiB"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "maximum recursion"),
     ],
 )
 def test_a_chat_that_cannot_be_rendered_says_why(template, message):
     more = {} if template is None else {"chat_template": template}
     with pytest.raises(ValueError, match=message):
         byte_level(**more).chat("hi")
+    assert byte_level(chat_template="{{ messages[0].content }}").render("the next one") == "the next one"
 
 
 def test_half_a_character_is_refused():

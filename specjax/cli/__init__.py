@@ -7,7 +7,10 @@ imported when its command is used. Exit codes: 0 done, 1 failed, 2 refused befor
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -34,6 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Without arguments it is the process's own command, and may end it."""
+    _prepare_streams()
     with interrupts.watching():
         code = _run(sys.argv[1:] if arguments is None else list(arguments))
     if code == interrupts.EXIT_CODE and arguments is None:
@@ -41,10 +45,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def _prepare_streams() -> None:
+    """A console that lacks a character shows `?` for it, and a stream that was closed is an empty one."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (as long as the process)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 def _run(arguments: list[str]) -> int:
     try:
         args = _parse(arguments)
-        return int(importlib.import_module(COMMANDS[args.command][0]).run(args))
+        code = int(importlib.import_module(COMMANDS[args.command][0]).run(args))
+        sys.stdout.flush()
+        return code
     except Refusal as refusal:
         print(f"specjax: error: {refusal}", file=sys.stderr)
         return 2
@@ -55,8 +71,11 @@ def _run(arguments: list[str]) -> int:
         interrupts.note()
         print("specjax: interrupted", file=sys.stderr)
         return interrupts.EXIT_CODE
-    except BrokenPipeError:  # the reader of our output has left
-        sys.stderr.close()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # the reader of our output has left, and knows
+            print(f"specjax: failed: the output can't be written ({error.strerror or error})", file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError):  # what stands in its buffer would fail again at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 

@@ -89,6 +89,5 @@ def _deferred_interrupt() -> Iterator[threading.Event]:
 
 
 def _print_pieces(pieces: Sequence[str]) -> None:
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write("".join(pieces).encode(encoding, "replace").decode(encoding))  # a terminal may lack a character
+    sys.stdout.write("".join(pieces))
     sys.stdout.flush()

@@ -16,6 +16,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from specjax.evaluate.record import check_names
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -128,4 +130,8 @@ def _parse(line: str, where: str, row: int) -> Prompt:
         (question_id + category + turns[0]).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{where} holds half a character ({error.reason}): repair its \\u escapes") from error
+    try:
+        check_names(question_id, category)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}: name it otherwise") from error
     return Prompt(question_id, category, turns[0], row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 import zlib
 from dataclasses import dataclass
@@ -71,9 +72,21 @@ class Record:
                 right = field.type == "Counts" or _are_figures(value if field.type == "list[int]" else [value])
             if not right:
                 raise ValueError(f"{field.name} is {value!r:.40}")
+        check_names(values["question_id"], values["category"], values["drafter"])
         record = cls(**values)
         _check_counts(record)
         return record
+
+
+def check_names(*names: str) -> None:
+    """Refuse what a terminal would obey: names of prompts and drafters are printed as they are.
+
+    Raises:
+      ValueError: a control character, with the name.
+    """
+    for name in names:
+        if re.search(r"[\x00-\x1f\x7f-\x9f]", name):
+            raise ValueError(f"control character in {name!r:.60}")
 
 
 def check_rows(rows: Any) -> None:
@@ -85,6 +98,7 @@ def check_rows(rows: Any) -> None:
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "drafter" in row for row in rows):
         raise ValueError("rows is no list of drafters' results")
     for row in rows:
+        check_names(*(value for value in row.values() if isinstance(value, str)))
         interval = row.get("acceptance_length_interval")
         right = {name: row.get(name) is None or _are_figures([row[name]]) for name in FIGURES} | {
             "drafter": isinstance(row["drafter"], str),

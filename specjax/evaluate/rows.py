@@ -137,9 +137,9 @@ def _row(
 
 
 def tokens_per_second(records: Sequence[Record]) -> float | None:
-    """Tokens of rounds by the time of decoding: the prompt and the first token, which it emits, are apart."""
+    """Tokens of rounds by the time of decoding, the prompt and its first token apart; `None` if no round was run."""
     tokens = sum(int(record.counts.emitted.sum()) for record in records)
-    return metrics.ratio(tokens, sum(record.decode_s / record.batch_rows for record in records))
+    return None if not tokens else metrics.ratio(tokens, sum(record.decode_s / record.batch_rows for record in records))
 
 
 def first_difference(records: Sequence[Record], baseline: Mapping[str, Record]) -> dict[str, Any] | None:

@@ -40,6 +40,10 @@ class Found:
     complete: int = 0
     faults: list[str] = field(default_factory=list)
 
+    def add(self, fault: str):
+        self.faults.append(fault)
+        print(fault, flush=True)
+
 
 @dataclass
 class Subject:
@@ -71,6 +75,21 @@ class Subject:
             stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
 
+    def run(self, arguments):
+        """Run a command that nobody disturbs; returns its seconds."""
+        begin = time.monotonic()
+        self.start(arguments).communicate()
+        return time.monotonic() - begin
+
+    def reference(self):
+        """The folder of a `compare` that nobody disturbed, made once."""
+        out = self.folder / "reference"
+        if not (out / "summary.json").exists():
+            self.run(self.compare(out))
+        if not (out / "summary.json").exists():
+            raise SystemExit(f"{out}: a run that nobody disturbed wrote no summary: there is nothing to compare with")
+        return out
+
 
 def make_subject(folder, prompts=8):
     """Write the target and the prompts; compilations are kept, so that runs are short and moments are anywhere."""
@@ -86,7 +105,9 @@ def make_subject(folder, prompts=8):
 
 
 def figures(run):
-    """What a summary says that isn't a time, and the tokens behind it."""
+    """What a summary says that isn't a time, and the tokens behind it; `None` where there is none."""
+    if not (run / "summary.json").exists():
+        return None
     summary = json.loads((run / "summary.json").read_text())
     rows = [{name: row[name] for name in FIGURES} for row in summary["rows"]]
     tokens = sorted(
@@ -124,48 +145,37 @@ def end(subject, arguments, number, after_s, found):
         found.slowest_s = max(found.slowest_s, took)
         if process.returncode not in right or "Traceback" in said or took >= HEARD_S:
             where = f"{arguments[0]}, signal {int(number)} after {after_s:.2f} s"
-            found.faults.append(f"{where}: exit {process.returncode} in {took:.2f} s: {said[-400:]}")
+            found.add(f"{where}: exit {process.returncode} in {took:.2f} s: {said[-400:]}")
         return False
     if process.returncode != 0 or "Traceback" in said:
-        found.faults.append(f"{arguments[0]}: exit {process.returncode}: {said[-400:]}")
+        found.add(f"{arguments[0]}: exit {process.returncode}: {said[-400:]}")
     return True
 
 
 def attack_compare(subject, number, times, rng, found):
     """Send `times` signals to runs of `compare`, each run going on after each signal until it is complete."""
-    reference = subject.folder / "reference"
-    begin = time.monotonic()
-    if not (reference / "summary.json").exists():
-        subject.start(subject.compare(reference)).communicate()
-        begin = time.monotonic()  # compiled, and kept: the next is as those that follow
-        subject.start(subject.compare(subject.folder / f"timed{int(number)}")).communicate()
-    else:
-        subject.start(subject.compare(subject.folder / f"timed{int(number)}")).communicate()
-    whole_s = time.monotonic() - begin
-    wanted, last, run = figures(reference), found.signals + times, 0
+    wanted, last, run = figures(subject.reference()), found.signals + times, 0
+    whole_s = subject.run(subject.compare(subject.folder / f"timed{int(number)}"))  # compiled, as those that follow
     while found.signals < last:
         run += 1
         out, kept, done = subject.folder / f"run{int(number)}-{run}", b"", False
         while not done and found.signals < last:
             done = end(subject, subject.compare(out), number, rng.uniform(0.1, whole_s), found)
             if not whole_lines(out).startswith(kept):
-                found.faults.append(f"{out.name}: a finished line was lost")
+                found.add(f"{out.name}: a finished line was lost")
             kept = whole_lines(out)
         if not done:
-            subject.start(subject.compare(out)).communicate()
-        found.complete += 1
-        if figures(out) != wanted:
-            found.faults.append(f"{out.name}: its summary is another than that of a run that nobody disturbed")
+            subject.run(subject.compare(out))
+        ended = figures(out)
+        found.complete += ended is not None
+        if ended != wanted:
+            found.add(f"{out.name}: its summary is another than that of a run that nobody disturbed")
 
 
 def attack_each_command(subject, times, rng, found):
     """Interrupt every command `times` times at random moments of its own length."""
-    reference = subject.folder / "reference"
-    subject.start(subject.compare(reference)).communicate()
-    for name, arguments in subject.others(reference).items():
-        begin = time.monotonic()
-        subject.start(arguments).communicate()
-        whole_s = time.monotonic() - begin
+    for name, arguments in subject.others(subject.reference()).items():
+        whole_s = subject.run(arguments)
         before = found.signals
         while found.signals < before + times:
             end(subject, arguments, signal.SIGINT, rng.uniform(0.1, 0.95 * whole_s), found)
